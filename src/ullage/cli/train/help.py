@@ -1,30 +1,20 @@
-"""Help and completion of ``ullage train``, drawn by typer as for every other verb.
+"""Help of ``ullage train``, drawn by typer as for every other verb, and completion of the arguments used first.
 
-The verb passes its arguments on to transformers' parser. For help and completion a command is made that has all of
-them as options of typer's; it is never called. Reading them from the parser takes the import of torch and
-transformers, about three seconds; so they are kept in the user's cache folder for as long as nothing that they come
-from has changed.
+The verb passes its arguments on to transformers' parser. For help a command is made that has all of them as options of
+typer's; it is never called. Reading them from the parser takes the import of torch and transformers, about three
+seconds, which is too long for a shell that completes: it is given the names that stand here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
-
-from ullage.replacing import replacing
 
 ABOUT = """\
 Train a causal language model on texts of unequal length, without padding.
@@ -93,74 +83,39 @@ _TOLD = {"use_cpu": "True where there is no accelerator"}
 
 @dataclass(frozen=True)
 class Option:
-    """One argument.
+    """One argument, ``--name``.
 
-    ``first``: whether the short help shows it. ``metavar``: empty for a flag without a value. ``values``: what can be
-    completed. ``negates``: the argument that this one turns off, which help does not list by itself.
+    ``first``: whether the short help shows it. ``metavar``: empty for a flag without a value. ``negates``: the argument
+    that this one turns off, which help does not list by itself.
     """
 
     name: str
-    spellings: tuple[str, ...]
     section: str
-    first: bool
-    metavar: str
-    help: str
-    default: str | None
-    values: tuple[str, ...]
-    negates: str | None
+    first: bool = True
+    metavar: str = "VALUE"
+    help: str = ""
+    default: str | None = None
+    negates: str | None = None
 
 
 def options() -> list[Option]:
     """All arguments, by section, those that people use first at the head of each."""
-    path, key = _cache(), _key()
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] == key:
-            return [Option(**{**one, **{n: tuple(one[n]) for n in ("spellings", "values")}}) for one in kept["options"]]
-    found = _read()
-    # A home that cannot be written costs time, no more.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            json.dump({"key": key, "options": [dataclasses.asdict(one) for one in found]}, file)
-    return found
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ullage" / "train_options.json"
-
-
-def _key() -> list[str]:
-    """What the arguments come from: versions, and the times of our own files."""
-    room = Path(__file__).parent
-    files = [*sorted(room.glob("*.py")), *sorted((room.parents[1] / "training").glob("*.py"))]
-    times = [f"{file}:{file.stat().st_mtime_ns}" for file in files]
-    return [sys.version, *(f"{name} {version(name)}" for name in ("transformers", "torch")), *times]
-
-
-def _read() -> list[Option]:
-    """The arguments of the parser itself."""
     import transformers
 
     from ullage.cli.train.arguments import KINDS, Parser
 
     upstream = transformers.TrainingArguments.__dataclass_fields__
     sections = {name: section for section, names in FIRST.items() for name in names}
-    first = set(sections)
+    first = list(sections)
     for kind in KINDS:
         for name in kind.__dataclass_fields__:
             # What we added to Trainer's arguments is about training too.
             ours = _SECTIONS.get(kind.__name__, "Training" if name not in upstream else OTHERS)
             sections.setdefault(name, ours)
-    order = [name for names in FIRST.values() for name in names]
-    found = [
-        _option(action, sections[action.dest], action.dest in first)
-        for action in Parser()._actions
-        if action.option_strings
-    ]
+    actions = [action for action in Parser()._actions if action.option_strings]
+    found = [_option(action, sections[action.dest], action.dest in first) for action in actions]
     rank = {name: place for place, name in enumerate([*FIRST, OTHERS])}
-    return sorted(found, key=lambda one: (rank[one.section], order.index(one.name) if one.first else len(order)))
+    return sorted(found, key=lambda one: (rank[one.section], first.index(one.name) if one.first else len(first)))
 
 
 def _option(action: Any, section: str, first: bool) -> Option:
@@ -171,18 +126,14 @@ def _option(action: Any, section: str, first: bool) -> Option:
     text = " ".join((action.help or "").split())
     if values and metavar not in (said := "|".join(values)) and "one of" not in text:
         text = f"{text.rstrip('.')}. One of {said.replace('|', ', ')}"
-    if getattr(action.type, "__name__", "") == "string_to_bool":
-        values = ("true", "false")
     empty = action.nargs == 0 or action.default in (None, "", "==SUPPRESS==") or action.default == []
     return Option(
         name=name,
-        spellings=tuple(action.option_strings),
         section=section,
         first=first and negates is None,
         metavar=metavar,
         help=(text[:1].upper() + text[1:]).rstrip(".") + ".",
         default=_TOLD.get(name, None if empty else str(action.default)),
-        values=values,
         negates=negates,
     )
 
@@ -215,27 +166,18 @@ class TrainVerb(TyperCommand):
         # The shell asks what could follow: it parses with resilience, and calls nothing.
         if not ctx.resilient_parsing:
             return super().get_params(ctx)
-        return command_of(options(), everything=True, completing=True).params
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Names as they are typed: with underscores, or with dashes where there is one already."""
-        dashed = "-" in incomplete[2:]
-        items = super().shell_complete(ctx, incomplete)
-        return [item for item in items if item.value == _ALL or ("-" in item.value[2:]) == dashed]
+        named = [Option(name, section) for section, names in FIRST.items() for name in names]
+        return command_of(named, everything=True).params
 
 
-def command_of(found: Sequence[Option], *, everything: bool, completing: bool = False) -> Any:
-    """A command with ``found`` as its options, in a panel per section.
-
-    ``everything``: not only those of the short help. ``completing``: also what help leaves out, namely spellings with
-    dashes and arguments that turn another one off.
-    """
-    shown = [one for one in found if (one.first or everything) and (completing or not one.negates)]
-    off = {one.negates: one.spellings[0] for one in found if one.negates}
+def command_of(found: Sequence[Option], *, everything: bool) -> Any:
+    """A command with ``found`` as its options, in a panel per section; ``everything``: beyond those used first."""
+    listed = [one for one in found if not one.negates]
+    shown = [one for one in listed if one.first or everything]
+    off = {one.negates: one.name for one in found if one.negates}
     app = typer.Typer(add_completion=False)
-    rest = sum(not one.negates for one in found) - len(shown)
-    more = f"{rest} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
-    parameters = [_parameter(one, off.get(one.name), completing) for one in shown]
+    more = f"{len(listed) - len(shown)} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
+    parameters = [_parameter(one, off.get(one.name)) for one in shown]
     app.command("train", help=ABOUT, epilog=None if everything else more)(_function([*parameters, _HELP_ALL]))
     return typer.main.get_command(app)
 
@@ -249,20 +191,11 @@ def _function(parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
     return never_called
 
 
-def _parameter(one: Option, off: str | None, dashes: bool) -> inspect.Parameter:
+def _parameter(one: Option, off: str | None) -> inspect.Parameter:
     kind: Any = str | None if one.metavar else bool
-    text = one.help if off is None else f"{one.help} {off} turns it off."
+    text = one.help if off is None else f"{one.help} --{off} turns it off."
     settings: dict[str, Any] = {"help": escape(text), "rich_help_panel": one.section}
-    if one.metavar:
-        settings |= {"metavar": one.metavar, "autocompletion": _values(one.values) if one.values else None}
-    option = Annotated[kind, typer.Option(*(one.spellings if dashes else one.spellings[:1]), **settings)]
+    option = Annotated[kind, typer.Option(f"--{one.name}", **settings, metavar=one.metavar or None)]
     # Names of arguments may be keywords of Python.
     default = one.default if one.metavar else False
     return inspect.Parameter(f"given_{one.name}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-
-
-def _values(values: Sequence[str]) -> Callable[[str], list[str]]:
-    def completed(incomplete: str) -> list[str]:
-        return [value for value in values if value.startswith(incomplete)]
-
-    return completed
