@@ -121,7 +121,6 @@ def test_convert_reports_as_json(truth: Truth, tmp_path: Path) -> None:
 def test_a_dry_run_tells_and_leaves_nothing(truth: Truth, tmp_path: Path) -> None:
     told = json.loads(ullage("convert", truth.folder, tmp_path / "a" / "u", "--dry-run", "--json").stdout)
     assert list(tmp_path.iterdir()) == []
-    assert told["seconds_expected"] > 0
     done = json.loads(ullage("convert", truth.folder, tmp_path / "a" / "u", "--json").stdout)
     assert {key: told[key] for key in ("num_bytes", "num_files", "num_tensors")} == {
         key: done[key] for key in ("num_bytes", "num_files", "num_tensors")

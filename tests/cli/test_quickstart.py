@@ -16,7 +16,7 @@ import pytest
 from tests.support.launch import environment
 from ullage.cli.quickstart import compared, faster
 from ullage.report.run import Run, read_run
-from ullage.training.log_file import append
+from ullage.training.run.log_file import append
 
 pytestmark = pytest.mark.distributed
 

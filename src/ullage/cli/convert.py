@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-
-#: Bytes that ``--dry-run`` reads from the source and writes to an unnamed file to see how fast the disks are.
-_PROBE_BYTES = 64 << 20
 
 _EPILOG = """For those who know ds_to_universal: --num_extract_workers and --num_merge_workers are one --workers here,
 because extracting and merging are one pass. --keep_temp_folder has no counterpart, because there is no temporary copy
@@ -85,8 +78,7 @@ def convert_checkpoint(
     options |= {"ranks": ranks, "storage_options": storage}
     if dry_run:
         report = convert(inventory, target, format=to, workers=workers, dry_run=True, **options)
-        expected = report.to_dict() | {"seconds_expected": _seconds_expected(inventory, target, report.num_bytes)}
-        _say(expected, as_json, _dry_lines)
+        _say(report.to_dict(), as_json, _dry_lines)
         return
     with progress_bar("converting", shown=not as_json) as progress:
         report = convert(inventory, target, format=to, workers=workers, progress=progress, **options)
@@ -174,43 +166,4 @@ def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
 
     yield f"would write {report['format']} to {report['target']}"
     yield f"{report['num_tensors']:,} tensors, {report['num_files']:,} files, {size(report['num_bytes'])}"
-    if report["seconds_expected"] is not None:
-        yield f"about {report['seconds_expected']:.1f} s at the speed these disks just showed"
     yield from (f"note: {note}" for note in report["notes"])
-
-
-def _seconds_expected(inventory: Any, target: str, num_bytes: int) -> float | None:
-    """Seconds to read all and to write all, one after the other, at the rates of a probe; None for a URL."""
-    from ullage.checkpoint.remote.paths import is_remote, is_url, path_of
-
-    if is_remote(inventory.folder) or is_url(target):
-        return None
-    # The largest file, so that the probe finds enough to read.
-    largest = max(inventory.files, key=lambda file: file.num_bytes)
-    probe = max(1, min(_PROBE_BYTES, num_bytes))
-    above = next(parent for parent in Path(os.path.abspath(path_of(target))).parents if parent.is_dir())
-    return num_bytes * (_seconds_to_read(inventory.folder / largest.name, probe) + _seconds_to_write(above, probe))
-
-
-def _seconds_to_read(path: Path, limit: int) -> float:
-    """Seconds per byte, from the disk and not from the page cache."""
-    with open(path, "rb", buffering=0) as file:
-        # Pages that are in memory would show the speed of memory.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began, total = time.perf_counter(), 0
-        while total < limit and (chunk := file.read(min(8 << 20, limit - total))):
-            total += len(chunk)
-    return (time.perf_counter() - began) / max(1, total)
-
-
-def _seconds_to_write(folder: Path, limit: int) -> float:
-    """Seconds per byte, synced, into a file without a name: nothing is left, whatever happens."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        # Random bytes: a file system that compresses would take zeros at any speed.
-        chunk, began = os.urandom(min(8 << 20, limit)), time.perf_counter()
-        for _ in range(max(1, limit // len(chunk))):
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return (time.perf_counter() - began) / (len(chunk) * max(1, limit // len(chunk)))
