@@ -68,9 +68,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_writes_nothing(tmp_path, monkey
     assert found["plan"]["steps"] == 3 * found["plan"]["steps_per_epoch"]
     assert found["plan"]["sequences_per_step"] == 8
     assert found["model"]["dtype"] == "float32"
-    memory, parameters = found["memory"], found["model"]["parameters"]
-    assert memory["weights"] == memory["gradients"] == 4 * parameters
-    assert memory["optimizer"] == 8 * parameters
+    assert found["memory"] > 16 * found["model"]["parameters"]
     assert found["time"]["seconds"] == pytest.approx(found["time"]["seconds_per_step"] * found["plan"]["steps"])
     assert found["time"]["seconds_per_step"] > 0
 
@@ -86,11 +84,10 @@ def test_a_dry_run_looks_for_a_capacity_and_says_what_the_folder_holds(tmp_path,
     assert found["plan"]["capacity"] == 64
     assert found["plan"]["rows_per_rank"] == 1
     assert found["notes"][0].startswith("a run would be refused: the output folder holds other files, and no run")
-    assert found["notes"][1].startswith("packing_capacity='auto' finds 64 tokens here")
     assert files(tmp_path) == before
 
 
-def test_a_dry_run_over_axes_runs_whole_steps_and_keeps_nothing(tmp_path, capsys):
+def test_a_dry_run_over_axes_plans_the_same_steps_and_keeps_nothing(tmp_path, capsys):
     data = write(tmp_path / "a.jsonl", text)
     before = files(tmp_path)
     options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1", "--held_out", 0]
@@ -98,9 +95,6 @@ def test_a_dry_run_over_axes_runs_whole_steps_and_keeps_nothing(tmp_path, capsys
     plain = told(capsys, *options, "--packing_capacity", 64)
     assert files(tmp_path) == before
     assert axes["plan"] == pytest.approx(plain["plan"])
-    for name in ("weights", "gradients", "optimizer"):
-        assert axes["memory"][name] == pytest.approx(plain["memory"][name], rel=0.01)
-    assert axes["memory"]["total"] > axes["memory"]["weights"]
     assert axes["time"]["seconds"] == pytest.approx(axes["time"]["seconds_per_step"] * axes["plan"]["steps"])
 
 
@@ -126,7 +120,6 @@ def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
     assert len(seen) == found["plan"]["planned"] == found["plan"]["steps"] == 2
     assert found["plan"]["capacity_unused"] == pytest.approx(sum(unused for unused, _ in seen) / 2)
     assert found["plan"]["rows_per_rank"] == sum(rows for _, rows in seen) / 2
-    assert found["memory"]["step_tokens"] <= 64
     assert not (tmp_path / "a").exists()
 
 
@@ -186,8 +179,8 @@ def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys)
     kept = sum(1 + i % 30 < 12 for i in range(60))
     assert f"{kept} prompts to train on" in said
     assert f"{60 - kept} without a token to train on left out" in said
-    assert "dry run: nothing is trained, nothing is written" in said
-    assert "memory, about" in said
+    assert "dry run: nothing is written, and what was trained is thrown away" in said
+    assert "per process at the peak of these steps" in said
     data = write(
         tmp_path / "b.jsonl", lambda i: {"text": "a", "input_ids": [5] * (i % 30 + 1), "labels": [5] * (i % 30 + 1)}
     )
@@ -219,16 +212,12 @@ def test_processes_rehearse_together(tmp_path):
     before = files(tmp_path)
     options = ["--data", data, "--model", "llama-16x1", "--packing_capacity", 64, "--per_device_train_batch_size", 4]
     options += ["--output_dir", tmp_path / "o", "--use_cpu", "--dry_run", "--json"]
-    output = torchrun(2, "-m", "ullage", "train", *options, "--zero", 2)
+    output = torchrun(2, "-m", "ullage", "train", *options, "--zero", 3)
     [line] = [line for line in output.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["processes"] == 2
     assert found["plan"]["sequences_per_step"] == 8
-    parameters = found["model"]["parameters"]
-    # Of ZeRO 2 a process holds half of the gradients and of Adam's two moments.
-    assert found["memory"]["weights"] == 4 * parameters
-    assert found["memory"]["gradients"] == 2 * parameters
-    assert found["memory"]["optimizer"] == 4 * parameters
+    assert found["time"]["tokens_per_second"] > 0
     assert files(tmp_path) == before
 
 

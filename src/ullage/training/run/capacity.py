@@ -13,7 +13,6 @@ modules are put back.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -151,26 +150,6 @@ class CapacityFinder:
                     hint="continue on a device with more memory, or give packing_capacity as a number",
                 )
         return capacity
-
-    def peak_of(self, model: nn.Module, row: RaggedBatch, memory: DeviceMemory) -> int:
-        """Bytes that forward and backward of one batch take at their peak; not collective, and leaves nothing behind.
-
-        ``model``: as the training loop calls it, or the bare one.
-        """
-        with self._nothing_left_behind(model):
-            memory.settle()
-            memory.begin()
-            self._forward_and_backward(model, row)
-            return memory.taken()
-
-    def seconds_of(self, model: nn.Module, row: RaggedBatch) -> float:
-        """Seconds that forward and backward of one batch take, as :meth:`peak_of`."""
-        with self._nothing_left_behind(model):
-            begun = time.perf_counter()
-            self._forward_and_backward(model, row)
-            if row.device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - begun
 
     # One dry run.
 
