@@ -50,17 +50,13 @@ def percent(part: float) -> str:
 
 
 class Box(NamedTuple):
-    """A rectangle of a bar. ``start`` and ``width`` in per cent; its CSS class, its tooltip, and the text in it.
-
-    ``anchor``: what a link on the page calls it, if anything.
-    """
+    """A rectangle of a bar. ``start`` and ``width`` in per cent; its CSS class, its tooltip, and the text in it."""
 
     start: float
     width: float
     style: str
     title: str
     text: str = ""
-    anchor: str = ""
 
 
 class Row(NamedTuple):

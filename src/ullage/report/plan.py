@@ -6,9 +6,8 @@ sequence, and the ullage is hatched. A block's colour is its cost. Blocks too na
 very large plan only the first ranks and microbatches are drawn, so that a page has a bounded size.
 
 *Histogram*: above the axis stand the sequences, below it hangs what they cost; few long sequences that cost more than
-all others are the reason for a planner. *List*: every sequence by its id, folded into runs of consecutive ids, so that
-one is found in two clicks, or by the browser's search. *Timeline*: time is cost, a rank runs a microbatch in the time
-of its load; its drawing is made of this table.
+all others are the reason for a planner. *Timeline*: time is cost, a rank runs a microbatch in the time of its load; its
+drawing is made of this table.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ullage.errors import listed
 from ullage.layout import Int64
 from ullage.planning import Plan
 from ullage.report.curves import round_numbers, tick_texts
-from ullage.report.figures import described, figures, lost_sequences, reference_name, step_time
+from ullage.report.figures import described, figures, lost_sequences, reference_name
 from ullage.report.page import Box, Row, percent, render
 
 #: Blocks, ranks and microbatches of one drawing at the most.
@@ -74,7 +73,6 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
     shades = _Shades.of(plan)
     # Both plans on one axis, so that the shorter step is the shorter drawing.
     end = max(_end(each) for each in (plan, reference) if each is not None)
-    time = _time_drawing(plan, shades, end)
     return render(
         "plan.html",
         plan=plan,
@@ -85,35 +83,13 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         figures=figures(plan, reference),
         reference=reference,
         reference_name="" if reference is None else reference_name(reference),
-        steps=_steps(plan, reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
-        time=time,
-        folds=folds(plan, _blocks_of(plan, time)),
-        listed=MAX_LISTED,
+        time=_time_drawing(plan, shades, end),
         memory=memory_drawing(plan),
         reference_time=None if reference is None else _time_drawing(reference, shades, end),
         shades=shades.legend(),
         histogram=histogram(plan.original_lengths, plan.costs),
     )
-
-
-def _steps(plan: Plan, reference: Plan | None) -> list[Row]:
-    """The time of the step as bars: work, then waiting; the longest fills the width."""
-    named = [(f"this plan ({plan.strategy})", plan)]
-    if reference is not None:
-        named.append((reference_name(reference), reference))
-    times = [(name, step_time(p)) for name, p in named]
-    longest = max(time for _, time in times) or 1.0
-    rows = []
-    for name, time in times:
-        work, whole = 100 / longest, 100 * time / longest
-        boxes = [Box(0, round(work, 3), "work", f"{name}: all ranks busy for 1.000 of {time:.3f}")]
-        if whole - work > 0.02:
-            boxes.append(
-                Box(round(work, 3), round(whole - work, 3), "wait", f"{name}: {percent(1 - 1 / time)} waiting")
-            )
-        rows.append(Row(name, tuple(boxes), f"{time:.3f}"))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -198,10 +174,7 @@ def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
             costs = plan.costs[plan.members(microbatch, rank)].astype(float)
             # The time of a microbatch, shared out to its sequences by cost; per cent of the drawing, like ``start``.
             widths = costs * (width / costs.sum()) if costs.sum() else costs
-            drawn = _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
-            # A sequence that ranks share is drawn on each of them, and linked to on the first.
-            first = rank % plan.degree(microbatch, rank) == 0
-            boxes += [box if first else box._replace(anchor="") for box in drawn]
+            boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
             boxes += _waiting(times, microbatch, rank, scale)
         load = float(times.duration[:, rank].sum())
         # Ranks that meet once per step begin their microbatches each at its own time.
@@ -236,20 +209,6 @@ def _time_ticks(end: float) -> list[Tick]:
     """Round numbers from 0 to ``end``, in ideal steps."""
     values = round_numbers(0.0, end)
     return [Tick(round(100 * v / end, 2), text) for v, text in zip(values, tick_texts(values)) if v <= end]
-
-
-def _blocks_of(plan: Plan, drawing: PlanDrawing) -> dict[int, int]:
-    """For each sequence that is drawn, the one whose id its block has: neighbours may be drawn as one."""
-    found: dict[int, int] = {}
-    for row in drawing.rows:
-        firsts = {int(box.anchor) for box in row.boxes if box.anchor}
-        for microbatch in range(plan.num_microbatches if firsts else 0):
-            name = -1
-            for i in plan.members(microbatch, int(row.label)).tolist():
-                name = i if i in firsts else name
-                if name >= 0:
-                    found.setdefault(i, name)
-    return found
 
 
 def _waiting(times: Timeline, microbatch: int, rank: int, scale: float) -> Iterator[Box]:
@@ -330,7 +289,7 @@ def _blocks(
         width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
         ids = members[first:last]
         style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")
-        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared, anchor=str(ids[0]))
+        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared)
         if last - first == 1 and pitch[first] - width > 0.02:
             title = f"padding of sequence {ids[0]}"
             yield Box(round(left + width, 3), round(float(pitch[first]) - width, 3), "padding", title)
@@ -365,8 +324,6 @@ def _title(plan: Plan, ids: Int64) -> str:
 
 
 _BUCKETS = 48
-#: Longest over shortest above which the axis is logarithmic.
-_LOG_FROM = 20
 _MAX_TICKS = 6
 
 
@@ -388,71 +345,43 @@ class Tick(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Buckets that hold something, left to right, and the axis. ``logarithmic``: how the axis runs."""
+    """Buckets that hold something, left to right, on a logarithmic axis."""
 
     buckets: list[Bucket]
     ticks: list[Tick]
-    logarithmic: bool
 
 
 def histogram(lengths: Int64, costs: Int64) -> Histogram:
     """The histogram of ``lengths`` [n] in tokens and their ``costs`` [n]."""
     if not len(lengths):
-        return Histogram([], [], False)
+        return Histogram([], [])
     low, high = max(1, int(lengths.min())), max(1, int(lengths.max()))
-    logarithmic = high > _LOG_FROM * low
-    edges = _edges(low, high, logarithmic)
-    bucket = np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, len(edges) - 2)
-    counts = np.bincount(bucket, minlength=len(edges) - 1)
-    shares = np.bincount(bucket, costs.astype(float), minlength=len(edges) - 1)
+    # Lengths are integers: edges that round to the same one are merged. Lengths of 1 to 4 have the edges 1, 2, 3, 4, 5.
+    edges = np.unique(np.rint(np.geomspace(low, high + 1, _BUCKETS + 1)).astype(np.int64))
+    counts, _ = np.histogram(lengths.clip(low), edges)
+    shares, _ = np.histogram(lengths.clip(low), edges, weights=costs.astype(float))
     total = max(1.0, float(shares.sum()))
-    place = _places(edges, logarithmic)
+    place = _places(edges, low, high)
     buckets = []
     for k in np.flatnonzero(counts).tolist():
-        # The upper edge belongs to the next bucket, except that of the last.
-        last = edges[k + 1] - (k < len(edges) - 2)
         many = counted(int(counts[k]), "sequence")
         title = (
-            f"{edges[k]:,} to {last:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
+            f"{edges[k]:,} to {edges[k + 1] - 1:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
             f" {100 * shares[k] / total:.1f} % of the cost"
         )
         size = [float(100 * part[k] / max(1.0, float(part.max()))) for part in (counts, shares)]
         start, width = float(place[k]), float(place[k + 1] - place[k])
         buckets.append(Bucket(round(start, 3), round(width, 3), round(size[0], 2), round(size[1], 2), title))
-    return Histogram(buckets, _ticks(edges, logarithmic), logarithmic)
+    # From the first power of two that is not below the shortest length to the last not above the longest.
+    powers = [2**k for k in range((low - 1).bit_length(), high.bit_length())]
+    values = powers[:: -(-len(powers) // _MAX_TICKS)] if len(powers) > 1 else sorted({low, high})
+    ticks = [Tick(round(float(at), 2), token_label(v)) for at, v in zip(_places(values, low, high), values)]
+    return Histogram(buckets, ticks)
 
 
-def _edges(low: int, high: int, logarithmic: bool) -> Int64:
-    """Integer edges that rise; the last is the longest length, which its bucket includes."""
-    if high == low:
-        return np.array([low, high + 1])
-    edges = np.geomspace(low, high, _BUCKETS + 1) if logarithmic else np.linspace(low, high, _BUCKETS + 1)
-    # Lengths are integers: edges that round to the same one are merged, and there are fewer buckets.
-    return np.unique(np.rint(edges).astype(np.int64))
-
-
-def _places(values: Int64 | list[int], logarithmic: bool, edges: Int64 | None = None) -> np.ndarray:
-    scale = np.log if logarithmic else np.asarray
-    edges = np.asarray(values) if edges is None else edges
-    first, last = float(scale(float(edges[0]))), float(scale(float(edges[-1])))
-    return 100 * (scale(np.asarray(values, float)) - first) / (last - first)
-
-
-def _ticks(edges: Int64, logarithmic: bool) -> list[Tick]:
-    low, high = int(edges[0]), int(edges[-1])
-    if high - low == 1:
-        return [Tick(0.0, token_label(low))]
-    if logarithmic:
-        # From the first power of two that is not below the shortest length to the last not above the longest.
-        powers = [2**k for k in range(low.bit_length() - (low & (low - 1) == 0), high.bit_length())]
-        values = powers[:: -(-len(powers) // _MAX_TICKS)]
-    else:
-        # The least power of two that gives at most ``_MAX_TICKS`` steps.
-        step = 2 ** max(0, int(np.ceil(np.log2((high - low) / _MAX_TICKS))))
-        values = list(range(-(-low // step) * step, high + 1, step))
-    return [
-        Tick(round(float(place), 2), token_label(v)) for place, v in zip(_places(values, logarithmic, edges), values)
-    ]
+def _places(values: Int64 | list[int], low: int, high: int) -> np.ndarray:
+    """Per cent of the axis, which goes from ``low`` to behind ``high``."""
+    return 100 * np.log(np.asarray(values) / low) / np.log((high + 1) / low)
 
 
 def token_label(tokens: int) -> str:
@@ -460,49 +389,6 @@ def token_label(tokens: int) -> str:
     if tokens < 1024:
         return str(tokens)
     return f"{tokens / 1024:.3g}k" if tokens < 1024**2 else f"{tokens / 1024**2:.3g}M"
-
-
-#: Sequences listed at the most, and in one fold.
-MAX_LISTED, _FOLD = 4096, 256
-
-
-class Listed(NamedTuple):
-    """One sequence. ``place``: microbatch and rank as text. ``block``: the id of the sequence that names its block."""
-
-    id: int
-    tokens: int
-    place: str
-    block: int | None
-
-
-class Fold(NamedTuple):
-    """Entries of consecutive ids; the ``name`` is the first and the last of them."""
-
-    name: str
-    entries: tuple[Listed, ...]
-
-
-def folds(plan: Plan, blocks: dict[int, int]) -> list[Fold]:
-    """The first ``MAX_LISTED`` sequences. ``blocks``: for each sequence that is drawn, the one that names its block."""
-    listed = min(len(plan.lengths), MAX_LISTED)
-    places = zip(plan.lengths[:listed].tolist(), plan.bins[:listed].tolist())
-    entries = [Listed(i, tokens, _place(plan, where), blocks.get(i)) for i, (tokens, where) in enumerate(places)]
-    return [
-        Fold(_between(first, min(first + _FOLD, listed) - 1), tuple(entries[first : first + _FOLD]))
-        for first in range(0, listed, _FOLD)
-    ]
-
-
-def _between(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
-
-
-def _place(plan: Plan, where: int) -> str:
-    if where < 0:
-        return "dropped"
-    microbatch, rank = divmod(where, plan.ranks)
-    degree = plan.degree(microbatch, rank)
-    return f"{microbatch} · {rank}" + (f"–{rank + degree - 1}" if degree > 1 else "")
 
 
 Float64 = npt.NDArray[np.float64]
