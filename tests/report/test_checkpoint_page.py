@@ -87,9 +87,6 @@ def test_a_padding_of_1024_over_three_shards_can_be_seen() -> None:
         assert len(hatched) == 1
         assert abs(hatched[0] - width) < 0.001
     assert all(style != "padding" for style, _, _ in bars["rank 764"])
-    tail = [w for style, _, w in bars["ranks 764–767"] if style == "padding"]
-    assert len(tail) == 1
-    assert abs(tail[0] - 100 * 1024 / (4 * 348)) < 0.001
     assert "768 shards of 348" in text
     assert "book 1,024 of it on rank 767" in text
     assert "−676" in text
@@ -126,7 +123,7 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
     drawn = group(lengths if sum(lengths) else [1], ranks)
     drawing = draw(drawn)
     padding = drawn.padding_of()
-    rows = [row for row in (*drawing.shards, drawing.whole, drawing.tail) if row is not None and row.boxes]
+    rows = [row for row in (*drawing.shards, drawing.whole) if row is not None and row.boxes]
     assert rows
     for row in rows:
         at = 0.0
@@ -143,32 +140,23 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
 
 def test_every_parameter_has_a_number_and_as_many_look_alike_as_the_page_says() -> None:
     few, many = draw(group([9] * 24, 2)), draw(group([9] * 70, 2))
-    assert few.more == ()
     colours = [style for style, _ in few.legend[:-1]]
     assert len(set(colours)) == 24
     assert many.legend == few.legend
-    assert [name.split()[0] for _, name in (*many.legend[:-1], *many.more)] == [str(i) for i in range(70)]
-    assert [style for style, _ in many.more] == (colours * 3)[24:70]
-    assert "46 more: the colours begin again" in page(group([9] * 70, 2))
+    assert [name.split()[0] for _, name in few.legend[:-1]] == [str(i) for i in range(24)]
+    assert (few.unnamed, many.unnamed) == (0, 46)
+    assert "The colours begin again for 46 more" in page(group([9] * 70, 2))
     # A block that is too narrow for its name shows the number that the legend has.
     row = few.shards[0]
     assert [box.text for box in row.boxes] == [str(i) for i in range(12)]
     assert row.boxes[7].title.startswith("7 layers.7.weight: 9 elements")
-    assert draw(group([1] * 1003, 1)).unnamed == 3
 
 
-def test_tensors_are_folded_by_layer() -> None:
-    names = ["embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.experts.7.a", "head"]
-    text = page(group([5], 1), tensors=states(*names))
-    folds = re.findall(r'<details class="fold"( open)?><summary>([^<]+)<span>([^<]+)</span>', text)
-    assert [(name.strip(), said) for _, name, said in folds] == [
-        ("in no layer", "2 names, 240 B"),
-        ("model.layers.0", "2 names, 240 B"),
-        ("model.layers.1", "1 name, 120 B"),
-    ]
-    assert all(shown for shown, _, _ in folds)  # few enough to be read at once
-    assert '<details class="fold" open' not in page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(4))))
-    assert text.count("<td>fp32, exp_avg</td>") == 5
+def test_tensors_are_listed_with_their_states() -> None:
+    text = page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(41))))
+    assert '<details class="fold"><summary>41 names</summary>' in text
+    assert text.count("<td>fp32, exp_avg</td>") == 41
+    assert '<details class="fold" open><summary>1 name</summary>' in page(group([5], 1), tensors=states("w"))
 
 
 def test_sizes_read_with_three_digits() -> None:

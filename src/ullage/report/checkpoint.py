@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,31 +32,18 @@ _CUTS = 48
 
 @dataclass(frozen=True)
 class GroupDrawing:
-    """One group: a sentence about it, its buffer end to end, the end of that enlarged, and its shards.
+    """One group: a sentence about it, its buffer end to end, and its shards.
 
     ``legend``: classes and names of as many parameters as there are colours, with their numbers, and of the padding.
-    ``more``: the next names; ``unnamed``: how many parameters come after those.
+    ``unnamed``: how many parameters come after those, in the same colours again.
     """
 
     title: str
     sentence: str
     whole: Row | None
-    tail: Row | None
     shards: tuple[Row, ...]
     legend: tuple[tuple[str, str], ...]
-    more: tuple[tuple[str, str], ...] = ()
     unnamed: int = 0
-
-
-class TensorFold(NamedTuple):
-    """Rows of the table of tensors under one name, such as a layer's; each the states of one parameter or buffer."""
-
-    name: str
-    rows: tuple[list[Tensor], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for states in self.rows for tensor in states)
 
 
 def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> str:
@@ -79,7 +65,7 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         drawings=[draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
         kinds=_kinds(inventory),
-        folds=_folds(list(by_name(inventory).values())[:_TENSORS]),
+        rows=list(by_name(inventory).values())[:_TENSORS],
         tensors_left_out=max(0, len(by_name(inventory)) - _TENSORS),
     )
 
@@ -90,16 +76,6 @@ def by_name(inventory: Inventory) -> dict[str, list[Tensor]]:
     for tensor in inventory.tensors:
         found.setdefault(tensor.name, []).append(tensor)
     return found
-
-
-def _folds(rows: list[list[Tensor]]) -> list[TensorFold]:
-    """The table, folded by layer: a name up to its first number, such as ``model.layers.0``; all others together."""
-    found: dict[str, list[list[Tensor]]] = {}
-    for states in rows:
-        parts = states[0].name.split(".")
-        number = next((k for k, part in enumerate(parts) if part.isdigit()), -1)
-        found.setdefault(".".join(parts[: number + 1]), []).append(states)
-    return [TensorFold(name or "in no layer", tuple(part)) for name, part in found.items()]
 
 
 def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
@@ -134,16 +110,14 @@ def draw(group: Group) -> GroupDrawing:
     end_to_end = bool(np.all(np.diff(_position(group)) > 0)) and group.num_shards > 1
     title = f"Group {group.index}" + (f", model rank {group.model_rank}" if group.model_rank else "")
     title += f", experts of rank {group.ep_rank}" if group.ep_rank is not None else ""
-    named = [(_style(i), f"{i} {name}") for i, name in enumerate(group.names[:_TENSORS])]
+    named = [(_style(i), f"{i} {name}") for i, name in enumerate(group.names[:_STYLES])]
     return GroupDrawing(
         title,
         sentence,
-        _span(group, 0, group.num_shards, "whole buffer") if end_to_end else None,
-        _tail(group, padded) if end_to_end else None,
+        _whole(group) if end_to_end else None,
         tuple(_shard_rows(group, padding)),
-        (*named[:_STYLES], ("padding", "padding")),
-        tuple(named[_STYLES:]),
-        max(0, len(group.names) - _TENSORS),
+        (*named, ("padding", "padding")),
+        max(0, len(group.names) - _STYLES),
     )
 
 
@@ -158,32 +132,19 @@ def _position(group: Group) -> np.ndarray:
     return group.pieces.shard * group.shard_size + group.pieces.shard_start
 
 
-def _tail(group: Group, padded: np.ndarray) -> Row | None:
-    """The last shards end to end: from the shard before the first that has padding, if that is not too many."""
-    if not len(padded) or group.num_shards <= 4:
-        return None
-    first = max(int(padded[0]) - 1, 0)
-    if group.num_shards - first > _CUTS:
-        first = group.num_shards - _TAIL
-    return _span(group, first, group.num_shards, f"ranks {first}–{group.num_shards - 1}")
-
-
-def _span(group: Group, first: int, last: int, label: str) -> Row:
-    """Shards ``[first, last)`` as one bar, with a line at each cut if there is room for them."""
-    pieces = group.pieces
-    inside = np.flatnonzero((pieces.shard >= first) & (pieces.shard < last))
-    start = _position(group)[inside] - first * group.shard_size
-    item, ends = pieces.item[inside], start + pieces.length[inside]
-    total = (last - first) * group.shard_size
-    # A parameter that a cut divides is two pieces that touch. In a bar of several shards they are drawn as one box:
-    # ``joined`` says of each piece that it continues the one before.
+def _whole(group: Group) -> Row:
+    """All shards as one bar, with a line at each cut if there is room for them."""
+    item, start = group.pieces.item, _position(group)
+    ends, total = start + group.pieces.length, group.num_shards * group.shard_size
+    # A parameter that a cut divides is two pieces that touch, and is drawn as one box. For pieces of the parameters
+    # [0, 0, 1] that touch, joined is [False, True, False]: the second continues the first.
     joined = np.r_[False, (item[1:] == item[:-1]) & (start[1:] == ends[:-1])][: len(item)]
-    begins = np.flatnonzero(~joined)  # a cut does not part what lies end to end
+    begins = np.flatnonzero(~joined)
     stops = np.flatnonzero(~np.r_[joined[1:], False][: len(item)])
     boxes = _boxes(group.names, item[begins], start[begins], ends[stops] - start[begins], total)
-    shards = last - first
+    shards = group.num_shards
     cuts = tuple(round(100 * i / shards, 4) for i in range(1, shards)) if shards <= _CUTS else ()
-    return Row(label, boxes, f"{total:,}", cuts)
+    return Row("whole buffer", boxes, f"{total:,}", cuts)
 
 
 def _shard_rows(group: Group, padding: np.ndarray) -> Iterable[Row]:
