@@ -68,7 +68,7 @@ def test_bars_of_any_plan_are_whole(lengths, ranks, sync, context, pad_to_multip
     )
     page = plan_page(plan)
     bars = re.findall(r'<svg class="bar[^>]*>(.*?)</svg>', page, re.DOTALL)
-    assert len(bars) == (1 + 2 * ranks if plan.num_microbatches else 0)
+    assert len(bars) == (2 * ranks if plan.num_microbatches else 0)
     for bar in bars:
         end = 0.0
         for x, width in re.findall(r'<rect class="[^"]*" x="([-\d.e]+)%" width="([-\d.e]+)%"', bar):
