@@ -22,11 +22,10 @@ from ullage.attention.heads import (
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers.at_rest import Leaf, embedded_inputs
-from ullage.mixers.whole import has_two_losses
 from ullage.schema import IGNORED_LABEL, is_target
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
-_BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
+_BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
         of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
         return ([1.0] * len(alone), is_known) if of_spans else (None, False)
-    if per_sequence or has_two_losses(model, alone[0]):
+    if per_sequence:
         return None, False
     shifts = loss_shifts(model)
     counts = []
