@@ -39,10 +39,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ullage.mixers.at_rest import at_rest, own_attention
-from ullage.mixers.trial import CallOutcome, Trial, TrialRun, trial_of
-
-__all__ = ["Limits", "Proof", "Trial", "TrialDifference", "largest", "limits_of", "prove", "trial_of"]
+from ullage.mixers.at_rest import at_rest
+from ullage.mixers.trial import CallOutcome, Trial, TrialRun
+from ullage.mixers.ways import own_attention
 
 #: A model that differs from itself may differ so many times more from one call to the next.
 _BY_CHANCE = 8.0
