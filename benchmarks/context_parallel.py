@@ -1,14 +1,12 @@
-"""One packed row over 1, 2, 4 ranks: tokens per second, memory and bytes as context parallel grows, and equal work.
+"""One packed row over 1, 2, 4 ranks: tokens per second, memory and bytes as context parallel grows.
 
-The first table trains a small llama (forward and backward) on one row that a single sequence fills half of, on as many
-processes as there are ranks. On a CPU ``tokens/s`` divides the row by the processor seconds of the busiest rank, which
-is what a machine with a core a rank would give, whatever else this one does; on CUDA by wall seconds. ``scaling`` is
-against cp 1 in the same run, ``MB`` what the busiest rank held beyond its model and its tokens, ``sent MB`` what a
-rank sends to others in one layer's forward, computed. The second table is pure: work of the busiest rank over the mean,
-on drawn rows of 65,536 tokens, the worst of five draws; ``needed`` counts the pairs that the causal mask leaves,
-``computed`` those that the calls on a CPU compute.
+Trains a small llama (forward and backward) on one row that a single sequence fills half of, on as many processes as
+there are ranks. On a CPU ``tokens/s`` divides the row by the processor seconds of the busiest rank, which is what a
+machine with a core a rank would give, whatever else this one does; on CUDA by wall seconds. ``scaling`` is against cp 1
+in the same run, ``MB`` what the busiest rank held beyond its model and its tokens, ``sent MB`` what a rank sends to
+others in one layer's forward, computed.
 
-    python benchmarks/context_parallel.py                  # about three minutes
+    python benchmarks/context_parallel.py                  # about two minutes
     python benchmarks/context_parallel.py --tokens 16384 --sizes 1,2,4,8
 """
 
@@ -22,7 +20,6 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,12 +37,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import ullage
 from ullage import Layout, RaggedBatch
 from ullage.attention import context_parallel, shard_batch
-from ullage.attention.gathered import blocks, in_blocks
-from ullage.attention.slices import Slices
+from ullage.attention.ulysses import Slices
 from ullage.ranks import Axis
 
 HEADS, KEY_HEADS, DIM, LAYERS = 8, 2, 32, 2
-WAYS = (("ulysses", "contiguous"), ("gather", "zigzag"), ("gather", "contiguous"))
 
 
 def row_of(tokens: int) -> list[int]:
@@ -55,7 +50,7 @@ def row_of(tokens: int) -> list[int]:
     return [tokens // 2, *rest, tokens - tokens // 2 - sum(rest)]
 
 
-def train(rank: int, world: int, folder: str, tokens: int, way: tuple[str, str], runs: int) -> None:
+def train(rank: int, world: int, folder: str, tokens: int, runs: int) -> None:
     """One rank: writes processor and wall seconds of each run, and the bytes it held beyond its model."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -79,13 +74,12 @@ def train(rank: int, world: int, folder: str, tokens: int, way: tuple[str, str],
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ullage", dtype=dtype).to(device)
     ids = [torch.randint(1024, (length,)) for length in row_of(tokens)]
     batch = RaggedBatch.from_samples([{"input_ids": row, "labels": row} for row in ids]).to(device)
-    method, order = way
     before, seconds = held(device), []
     for _ in range(runs + 1):
-        keywords = shard_batch(batch, Axis.world(), order=order)
+        keywords = shard_batch(batch, Axis.world())
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        with context_parallel(Axis.world(), method=method):
+        with context_parallel(Axis.world()):
             model(**keywords).loss.backward()
         if on_cuda:
             torch.cuda.synchronize()
@@ -104,80 +98,30 @@ def held(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(world: int, tokens: int, way: tuple[str, str], runs: int) -> dict[str, Any]:
+def measure(world: int, tokens: int, runs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        # Forked: each way has fresh processes, whose peak is their own, without loading everything again.
-        start_processes(train, (world, folder, tokens, way, runs), nprocs=world, start_method="fork")
+        # Forked: each size has fresh processes, whose peak is their own, without loading everything again.
+        start_processes(train, (world, folder, tokens, runs), nprocs=world, start_method="fork")
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     clock = 1 if ranks[0]["cuda"] else 0
     busiest = statistics.median(max(rank["seconds"][run][clock] for rank in ranks) for run in range(runs))
     return {
         "cp": world,
-        "method": way[0],
-        "order": way[1],
         "tokens_per_second": tokens / busiest,
         "megabytes": max(rank["bytes"] for rank in ranks) / 1e6,
-        "sent_megabytes": max(
-            sent(Slices.of(Layout(row_of(tokens)), world, rank, way[1]), way[0]) for rank in range(world)
-        )
+        "sent_megabytes": max(sent(Slices(Layout(row_of(tokens)), world, rank)) for rank in range(world))
         * (2 if ranks[0]["cuda"] else 4)
         / 1e6,
         "device": "cuda" if ranks[0]["cuda"] else "cpu",
     }
 
 
-def sent(slices: Slices, method: str) -> int:
+def sent(slices: Slices) -> int:
     """Elements that a rank sends to others in one layer's forward."""
-    size, rank = slices.size, slices.rank
-    if method == "ulysses":
-        back = slices.layout.size - slices.lengths[rank]
-        keys = math.lcm(KEY_HEADS, size)
-        return (slices.lengths[rank] * (size - 1) * (HEADS + 2 * keys) + back * HEADS) * DIM // size
-    mine = np.zeros(slices.layout.size, bool)
-    mine[slices.index] = True
-    rows = sum(int(mine[slices.needs(other)].sum()) for other in range(size) if other != rank)
-    return rows * 2 * KEY_HEADS * DIM
-
-
-def draws(tokens: int = 65_536) -> Iterator[tuple[str, list[int]]]:
-    random = np.random.default_rng(0)
-    for _ in range(5):
-        for name in ("lognormal", "pareto"):
-            lengths = random.lognormal(6, 1.5, 4000) if name == "lognormal" else 256 * (1 + random.pareto(1.0, 4000))
-            lengths = lengths.astype(int).clip(1, tokens)
-            yield name, lengths[np.cumsum(lengths) <= tokens].tolist() or [tokens]
-
-
-def computed_pairs(slices: Slices, window: int | None = None) -> int:
-    """Number of pairs of a query and a key that this rank computes without the varlen kernel, masked ones included.
-
-    A call that is causal from its first key counts as half: kernels skip what it hides.
-    """
-    total = 0
-    pieces = slices.runs(slices.rank, window)
-    if window is not None:
-        pieces = in_blocks(pieces, window)
-    for queries, keys in zip(pieces.queries.tolist(), pieces.keys.tolist()):
-        if queries == keys and (window is None or keys <= window):
-            total += queries * (queries + 1) // 2
-            continue
-        total += sum((end - begin) * (keys - queries + end) for begin, end in blocks(queries, keys, window))
-    return total
-
-
-def imbalance(size: int) -> list[dict[str, Any]]:
-    """Busiest rank over the mean for each distribution and order, the worst of the draws."""
-    worst: dict[tuple[str, str], dict[str, float]] = {}
-    for name, lengths in draws():
-        for order in ("zigzag", "contiguous"):
-            row = [Slices.of(Layout(lengths), size, rank, order) for rank in range(size)]
-            needed = [slices.runs(slices.rank).pairs() for slices in row]
-            computed = [computed_pairs(slices) for slices in row]
-            found = worst.setdefault((name, order), {"needed": 1.0, "computed": 1.0, "computed over needed": 1.0})
-            for kind, pairs in (("needed", needed), ("computed", computed)):
-                found[kind] = max(found[kind], max(pairs) * size / sum(pairs))
-            found["computed over needed"] = max(found["computed over needed"], sum(computed) / sum(needed))
-    return [{"cp": size, "lengths": name, "order": order, **found} for (name, order), found in worst.items()]
+    size, own = slices.size, slices.lengths[slices.rank]
+    back = slices.layout.size - own
+    keys = math.lcm(KEY_HEADS, size)
+    return (own * (size - 1) * (HEADS + 2 * keys) + back * HEADS) * DIM // size
 
 
 def main(
@@ -187,30 +131,18 @@ def main(
     out: Path = Path(__file__).parent / "results",
 ) -> None:
     console = Console(width=110)
-    trained = []
-    for size in map(int, sizes.split(",")):
-        trained += [measure(size, tokens, way, runs) for way in (WAYS if size > 1 else WAYS[:1])]
+    trained = [measure(size, tokens, runs) for size in map(int, sizes.split(","))]
     alone = trained[0]["tokens_per_second"]
-    table = Table("cp", "method", "slices", "tokens/s", "scaling", "MB", "sent MB", title=f"{tokens} tokens")
+    table = Table("cp", "tokens/s", "scaling", "MB", "sent MB", title=f"{tokens} tokens")
     for row in trained:
         speed = row["tokens_per_second"]
         table.add_row(
             str(row["cp"]),
-            row["method"] if row["cp"] > 1 else "",
-            row["order"] if row["cp"] > 1 else "",
             f"{speed:,.0f}",
             f"{speed / alone:.2f}",
             f"{row['megabytes']:.0f}",
             f"{row['sent_megabytes'] if row['cp'] > 1 else 0:.1f}",
         )
-    console.print(table)
-    shares = [row for size in (2, 4, 8) for row in imbalance(size)]
-    table = Table(
-        "cp", "lengths", "slices", "needed", "computed", "computed / needed", title="busiest rank over the mean"
-    )
-    for row in shares:
-        figures = (f"{row[kind]:.4f}" for kind in ("needed", "computed", "computed over needed"))
-        table.add_row(str(row["cp"]), row["lengths"], row["order"], *figures)
     console.print(table)
     record = {
         "date": date.today().isoformat(),
@@ -222,7 +154,6 @@ def main(
         },
         "settings": {"tokens": tokens, "runs": runs, "heads": HEADS, "key_heads": KEY_HEADS, "layers": LAYERS},
         "training": trained,
-        "imbalance": shares,
     }
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"context_parallel_{date.today().isoformat()}.json"

@@ -2,7 +2,7 @@
 
     python examples/10_fsdp_context_parallel.py
     torchrun --nproc_per_node 2 examples/10_fsdp_context_parallel.py --cp 2
-    torchrun --nproc_per_node 8 examples/10_fsdp_context_parallel.py --cp 2 --tp 2 --cp_method gather
+    torchrun --nproc_per_node 8 examples/10_fsdp_context_parallel.py --cp 2 --tp 2
 
 What is left of the processes is data parallel. Every layout prints the same losses. On a machine with GPUs it runs on
 them, with ``--bf16`` in bfloat16.
@@ -25,7 +25,6 @@ def parse():
     parser = argparse.ArgumentParser(description="A llama on packed docstrings, over any layout.")
     for axis in ("dp", "cp", "tp"):
         parser.add_argument(f"--{axis}", type=int, default=None if axis == "dp" else 1)
-    parser.add_argument("--cp_method", default="auto", choices=("auto", "ulysses", "gather"))
     parser.add_argument("--steps", type=int, default=20, help="up to this one, also in a run that goes on")
     parser.add_argument("--global_batch_size", type=int, default=32, help="sequences over all ranks")
     parser.add_argument("--capacity", type=int, default=4096, help="tokens a rank holds in a microbatch")
@@ -59,7 +58,7 @@ def main():
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if asked.bf16 else None
-    model = fsdp.parallelize(LlamaForCausalLM(config), topology, dtype=dtype, cp_method=asked.cp_method)
+    model = fsdp.parallelize(LlamaForCausalLM(config), topology, dtype=dtype)
     arguments = TrainingArguments(
         asked.output_dir or f"{tempfile.gettempdir()}/ullage-example",
         packing_capacity=asked.capacity,

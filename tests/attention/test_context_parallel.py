@@ -13,9 +13,9 @@ def assert_small(found, tolerance):
     assert not too_large
 
 
-def test_models_give_what_one_process_gives_on_one_to_four_ranks_both_ways_and_in_both_orders():
+def test_models_give_what_one_process_gives_on_one_to_four_ranks():
     found = values(run(cases.models_in_worlds, 4, list(cases.MODELS)))
-    assert len(found[0]) == (3 + 1 + 1) * 4 * len(cases.WAYS)
+    assert len(found[0]) == (3 + 1 + 1) * 4
     for worst in found:
         assert_small(worst, 1e-5)
 
@@ -27,17 +27,11 @@ def test_more_models_give_what_one_process_gives():
 
 
 def test_layers_recomputed_outside_the_context_and_slots_with_padding():
-    assert max(max(ways) for ways in values(run(cases.checkpointed, 2))) < 1e-5
+    assert max(values(run(cases.checkpointed, 2))) < 1e-5
 
 
 def test_heads_that_tensor_parallel_has_divided():
     assert max(values(run(cases.with_tensor_parallel, 4))) < 1e-5
-
-
-def test_gathered_attention_equals_that_of_the_whole_row_in_float64_and_computes_what_it_says():
-    for worst, counted in values(run(cases.random_attention, 4, 40)):
-        assert worst < 1e-12
-        assert counted
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +47,9 @@ def test_the_ranks_work_together_before_and_after_every_fault(faults):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("heads", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
-        ("heads, auto", ["InputError", "cannot be divided", "a multiple of 3, found 4"]),
         ("another size everywhere", ["InputError", "cut for another axis", "of 3, found rank"]),
         ("another row", ["DistributedError", "different rows", "rank 2"]),
-        ("another order", ["DistributedError", "different rows", "rank 2"]),
-        ("another method", ["DistributedError", "different rows", "rank 2"]),
+        ("other heads", ["DistributedError", "different rows", "rank 2"]),
         ("padded", ["InputError", "slices of packed rows only", "shard_batch"]),
         ("no context", ["InputError", "no context_parallel is in force"]),
         ("sdpa", ["InputError", "no attention ran context parallel"]),

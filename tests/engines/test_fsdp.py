@@ -54,12 +54,8 @@ ALONE = {
     "recurrent": trained(kind="recurrent"),
 }
 TWO = {
-    "cp by heads": ("llama", trained(mesh=[1, 2, 1], cp_method="ulysses")),
-    "cp by gathered keys": ("llama", trained(mesh=[1, 2, 1], cp_method="gather")),
-    "cp with fewer key heads than ranks": (
-        "few",
-        trained(model=FEW, mesh=[1, 2, 1], cp_method="ulysses", cp_fallback=False),
-    ),
+    "cp": ("llama", trained(mesh=[1, 2, 1])),
+    "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 2, 1])),
     "dp": ("llama", trained(mesh=[2, 1, 1])),
     "tp": ("llama", trained(mesh=[1, 1, 2])),
     "a layer whose small weights lie on every rank of tp": ("qwen3", trained(kind="qwen3", mesh=[1, 1, 2])),
@@ -79,10 +75,6 @@ REFUSED = {
     "the ranks do not agree on the topology": ["disagree", {}],
     "cp shares the rows of causal language models alone": ["refuse", {"kind": "classifier", "mesh": [1, 2, 1]}],
     "no pipeline stages": ["refuse", {"sizes": [1, 1, 1], "pp": 2}],
-    "cp does not divide the model's attention heads": [
-        "refuse",
-        {"mesh": [1, 2, 1], "cp_fallback": False, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
-    ],
 }
 
 
@@ -230,19 +222,17 @@ MANY = {
         "tied weights": ("tied", trained(model=TIED, mesh=[3, 1, 1])),
     },
     4: {
-        "dp·cp by heads": ("llama", trained(mesh=[2, 2, 1], cp_method="ulysses")),
-        "dp·cp by gathered keys": ("llama", trained(mesh=[2, 2, 1], cp_method="gather")),
+        "dp·cp": ("llama", trained(mesh=[2, 2, 1])),
         "dp·tp": ("qwen3", trained(kind="qwen3", mesh=[2, 1, 2])),
         "cp·tp": ("llama", trained(mesh=[1, 2, 2])),
-        "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1], cp_method="ulysses")),
+        "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1])),
         "layers computed again in the backward": ("llama", trained(mesh=[1, 2, 2], recompute=True)),
         "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
         "recurrent": ("recurrent", trained(kind="recurrent", mesh=[4, 1, 1])),
         "experts": ("mixtral", trained(kind="mixtral", mesh=[2, 1, 2])),
     },
     8: {
-        "dp·cp·tp by heads": ("llama", trained(mesh=[2, 2, 2], cp_method="ulysses")),
-        "dp·cp·tp by gathered keys": ("llama", trained(mesh=[2, 2, 2], cp_method="gather")),
+        "dp·cp·tp": ("llama", trained(mesh=[2, 2, 2])),
         "cp·tp with weights on every rank": ("qwen3", trained(kind="qwen3", mesh=[1, 4, 2])),
         "frozen and tp": ("frozen", trained(frozen=True, mesh=[4, 1, 2])),
     },

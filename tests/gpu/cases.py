@@ -178,12 +178,7 @@ CASES = {
     "zero": Case(zero, ("deepspeed",)),
     "fsdp engine": Case(partial(sharded, mesh=[1, 1, 1]), ("transformers", "numba")),
     "fsdp on two": Case(partial(sharded, mesh=[2, 1, 1]), ("transformers", "numba"), processes=2),
-    "context parallel by heads": Case(
-        partial(sharded, mesh=[1, 2, 1], cp_method="ulysses"), ("transformers", "numba"), processes=2
-    ),
-    "context parallel by gathered keys": Case(
-        partial(sharded, mesh=[1, 2, 1], cp_method="gather"), ("transformers", "numba"), processes=2
-    ),
+    "context parallel": Case(partial(sharded, mesh=[1, 2, 1]), ("transformers", "numba"), processes=2),
     "megatron": Case(megatron, ("megatron.core", "numba")),
     "megatron on two": Case(megatron, ("megatron.core", "numba"), processes=2),
 }

@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.context_parallel import computed_pairs
 from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
-from ullage import Layout, RaggedBatch
-from ullage.attention import context_parallel, packed_attention, require_context_parallel, shard_batch
-from ullage.attention.gathered import gathered
-from ullage.attention.slices import Slices
+from ullage import RaggedBatch
+from ullage.attention import context_parallel, require_context_parallel, shard_batch
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.ranks import Axis, Topology
 
@@ -31,7 +27,6 @@ MORE_MODELS = {
     "deepseek_v3": LATENT,
     "mixtral": {"num_local_experts": 4},
 }
-WAYS = [(method, order) for method in ("ulysses", "gather") for order in ("zigzag", "contiguous")]
 #: Unequal sequences: of one token, shorter than the slices, longer than all the others together.
 ROWS = ((1, 7, 33, 2, 20, 7, 7, 150, 1), (3,), (1, 1, 1, 1, 1))
 
@@ -53,10 +48,10 @@ def reference(model, batch):
     return out.logits[0].detach(), float(loss), gradients(model)
 
 
-def differences(model, batch, axis, expected, method, order, **settings):
+def differences(model, batch, axis, expected):
     """The worst relative difference of logits, loss and gradients from one process."""
-    keywords = shard_batch(batch, axis, order=order)
-    with context_parallel(axis, method=method, **settings):
+    keywords = shard_batch(batch, axis)
+    with context_parallel(axis):
         out = model(**keywords)
     out.loss.backward()  # what is recomputed is recomputed outside
     index = keywords["context_slices"].index
@@ -84,9 +79,8 @@ def models_in_worlds(rank, world, names):
             expected = reference(model, batch)
             for size, (group, member) in groups.items():
                 axis = Axis.from_group(group, "cp") if member else None
-                for method, order in WAYS if member else ():
-                    case = f"{name}, row {number}, cp {size}, {method}, {order}"
-                    worst[case] = differences(model, batch, axis, expected, method, order)
+                if member:
+                    worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
     return worst
 
 
@@ -97,77 +91,26 @@ def checkpointed(rank, world):
     expected = reference(model, batch)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return [differences(model, batch, Axis.world(), expected, *way) for way in WAYS]
+    return differences(model, batch, Axis.world(), expected)
 
 
 def with_tensor_parallel(rank, world):
     """tp 2 times cp 2: half of the heads on a rank, and an axis of a topology of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     topology = Topology.from_device_mesh(mesh)
-    worst = []
-    for method in ("ulysses", "gather"):
-        batch = RaggedBatch.from_samples(samples_of(ROWS[0]))
-        model = build("llama")
-        logits, loss, _ = reference(model, batch)
-        for layer in model.model.layers:
-            plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-            parallelize_module(layer, mesh["tp"], {**plan, "self_attn.o_proj": RowwiseParallel()})
-        with context_parallel(topology.cp, method=method, fallback=False):
-            keywords = shard_batch(batch, topology.cp)
-            out = model(**keywords)
-        index = torch.from_numpy(keywords["context_slices"].index)
-        total = out.loss.detach().clone()
-        dist.all_reduce(total, group=mesh["cp"].get_group())
-        worst += [relative(out.logits[0].detach(), logits[index]), abs(float(total) - loss) / loss]
-    return max(worst)
-
-
-class CountPairs(TorchFunctionMode):
-    """Pairs of a query and a key in the calls of scaled dot product attention; half of them in causal ones."""
-
-    pairs = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            (count, heads, queries, _), keys = args[0].shape, args[1].shape[2]
-            assert not kwargs.get("is_causal") or queries == keys
-            self.pairs += count * heads * (queries * (queries + 1) // 2 if kwargs.get("is_causal") else queries * keys)
-        return func(*args, **kwargs)
-
-
-def random_attention(rank, world, draws):
-    """The gathered keys against the attention of the whole row, in float64, on drawn lengths, windows and shapes."""
-    groups = groups_of(rank, range(2, world + 1))
-    worst, counted = 0.0, True
-    for draw in range(draws):
-        random = np.random.default_rng(draw)
-        lengths = random.lognormal(2.5, 1.5, random.integers(1, 12)).astype(int).clip(0, 400)
-        lengths[-1] = max(lengths[-1], world)
-        window = [None, 1, 5, 70, 10_000][draw % 5]
-        kv, copies, dim, wide = (int(n) for n in random.integers(1, 4, 4))
-        torch.manual_seed(draw)
-        row = [torch.randn(int(lengths.sum()), heads, size, dtype=torch.float64)
-               for heads, size in ((kv * copies, dim), (kv, dim), (kv, wide))]  # fmt: skip
-        up = torch.randn(len(row[0]), kv * copies, wide, dtype=torch.float64)
-        whole = [tensor.clone().requires_grad_() for tensor in row]
-        expected = packed_attention(whole[0], whole[1], whole[2], lengths.tolist(), window=window, scale=0.3)
-        expected.backward(up)
-        for size, (group, member) in groups.items():
-            if not member:
-                continue
-            slices = Slices.of(Layout(lengths), size, rank, ("zigzag", "contiguous")[draw % 2])
-            index = torch.from_numpy(slices.index)
-            mine = [tensor[index].requires_grad_() for tensor in row]
-            with CountPairs() as count:
-                found = gathered(mine[0], mine[1], mine[2], slices, group, window=window, scale=0.3)
-            counted &= count.pairs == computed_pairs(slices, window) * kv * copies
-            found.backward(up[index])
-            pairs = [(found.detach(), expected.detach())]
-            pairs += [(a.grad, b.grad) for a, b in zip(mine, whole) if a.grad is not None and b.grad is not None]
-            assert len(pairs) == 4
-            worst = max([worst, *(float((a - b[index]).abs().max()) for a, b in pairs if len(index))])
-    return worst, counted
+    batch = RaggedBatch.from_samples(samples_of(ROWS[0]))
+    model = build("llama")
+    logits, loss, _ = reference(model, batch)
+    for layer in model.model.layers:
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        parallelize_module(layer, mesh["tp"], {**plan, "self_attn.o_proj": RowwiseParallel()})
+    with context_parallel(topology.cp):
+        keywords = shard_batch(batch, topology.cp)
+        out = model(**keywords)
+    index = torch.from_numpy(keywords["context_slices"].index)
+    total = out.loss.detach().clone()
+    dist.all_reduce(total, group=mesh["cp"].get_group())
+    return max(relative(out.logits[0].detach(), logits[index]), abs(float(total) - loss) / loss)
 
 
 def raised(function, *arguments, **keywords):
@@ -191,9 +134,10 @@ def faults(rank, world):
     expected = reference(model, batch)
     good = shard_batch(batch, axis)
     last = rank == world - 1
+    other_heads = build("llama", num_key_value_heads=1)
 
-    def forward(keywords, model=model, method="auto", **settings):
-        with context_parallel(axis, method=method, **settings):
+    def forward(keywords, model=model):
+        with context_parallel(axis):
             model(**keywords)
 
     def mask():
@@ -232,7 +176,7 @@ def faults(rank, world):
 
     def quiet():
         """What is no fault: blocks without a row, around another, after an error, and after a row that nobody ran."""
-        with context_parallel(axis), context_parallel(axis, method="gather"):
+        with context_parallel(axis), context_parallel(axis):
             model(**shard_batch(batch, axis))
         raised(own_error)
         shard_batch(batch, axis)
@@ -243,13 +187,10 @@ def faults(rank, world):
     recurrent = RecurrentForCausalLM(config)
     lines = {
         "nothing": raised(forward, good),
-        "heads": raised(forward, shard_batch(batch, axis), method="ulysses", fallback=False),
-        "heads, auto": raised(forward, shard_batch(batch, axis), fallback=False),
         "another size": raised(forward, shard_batch(batch, Axis("cp", 2, 0)) if last else shard_batch(batch, axis)),
         "another size everywhere": raised(forward, shard_batch(batch, Axis("cp", 2, rank % 2))),
         "another row": raised(forward, shard_batch(other if last else batch, axis)),
-        "another order": raised(forward, shard_batch(batch, axis, order="contiguous" if last else "zigzag")),
-        "another method": raised(forward, shard_batch(batch, axis), method="gather" if last else "auto"),
+        "other heads": raised(forward, shard_batch(batch, axis), other_heads if last else model),
         "mask": raised(forward, mask()),
         "short": raised(forward, short()),
         "not cut": raised(forward, batch.to_flattened() if last else shard_batch(batch, axis)),
@@ -267,4 +208,4 @@ def faults(rank, world):
         "check recurrent": raised(require_context_parallel, recurrent),
         "after all": raised(forward, shard_batch(batch, axis)),
     }
-    return lines, differences(model, batch, axis, expected, "auto", "zigzag")
+    return lines, differences(model, batch, axis, expected)

@@ -98,10 +98,6 @@ def _bert_answers():
     return hf.BertForQuestionAnswering(hf.BertConfig(**QUIET, **SIZES))
 
 
-def _bert_pretraining():
-    return hf.BertForPreTraining(hf.BertConfig(**QUIET, **SIZES))
-
-
 def _llama_answers():
     return hf.LlamaForQuestionAnswering(hf.LlamaConfig(**GROUPED))
 
@@ -128,7 +124,6 @@ HEADS = {
     "bert_several": _bert,
     "bert_tokens": _bert_tokens,
     "bert_answers": _bert_answers,
-    "bert_pretraining": _bert_pretraining,
     "llama_answers": _llama_answers,
     "llama_last": _llama_last,
 }
@@ -157,8 +152,6 @@ def _labels(family, k, ids, generator):
         return {"labels": torch.tensor([1.0, k % 2, 0.0])}
     if family.endswith("_answers"):
         return {"start_positions": len(ids) // 2, "end_positions": len(ids) - 1}
-    if family == "bert_pretraining":
-        return {"labels": ids, "next_sentence_label": k % 2}
     if family == "bert_tokens":
         return {"labels": ids % 3}
     if family == "modernbert":
@@ -216,12 +209,10 @@ def run(family, folder, stage=0, packed=True, **options):
     trainer._packer.pack = counting
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # The sum of two means has no mean over a data set that would not depend on its batches.
-    has_one_loss = family != "bert_pretraining"
     return {
         "losses": [entry["loss"] for entry in logged],
         "norms": [entry["grad_norm"] for entry in logged],
-        "eval_loss": trainer.evaluate()["eval_loss"] if has_one_loss else 0.0,
+        "eval_loss": trainer.evaluate()["eval_loss"],
         "real": real,
         "padding": [entry["padding_computed"] for entry in logged],
     }

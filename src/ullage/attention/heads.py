@@ -17,9 +17,6 @@ KNOWN_AUTHORS = ("ullage", "transformers")
 _BY_TOKEN = re.compile(r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead)$")
 _BY_SEQUENCE = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeadsModel$")
 
-#: Labels by sequence that heads of transformers take beside labels by token, and the output compared with them.
-_SECOND_LABELS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
-
 
 def works_by_token(model: nn.Module) -> bool:
     """Whether logits and loss have one entry per token, so that the head can work on a packed row.
@@ -102,18 +99,6 @@ def loss_author(model: nn.Module) -> tuple[type, set[str]]:
     """The class whose ``forward`` computes the loss of a model, and the names that this ``forward`` refers to."""
     author = _author_of_loss(model)
     return author, _words_of_forward(author)[0]
-
-
-def second_label(model: nn.Module) -> tuple[str, str] | None:
-    """The label by sequence whose mean a head adds to the mean over ``labels`` by token, and the output that it is of.
-
-    So do the heads that BERT and its kin are pretrained with; None for any other, and for one of another author.
-    """
-    author = _author_of_loss(model)
-    if package_of(author) != "transformers" or not author.__name__.endswith("ForPreTraining"):
-        return None
-    taken = inspect.signature(author.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
-    return next((pair for pair in _SECOND_LABELS.items() if {pair[0], "labels"} <= set(taken)), None)
 
 
 def _author_of_forward(model: nn.Module) -> type:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ullage.attention.context import serving
 from ullage.attention.packed_call import DeferredMask, PackedCall, refusal, require_known_keywords
-from ullage.attention.slices import Slices
+from ullage.attention.ulysses import Slices
 
 _RESTART = "position_ids restart within a row, but no cu_seq_lens_q came to keep its sequences apart"
 _FLATTEN = "Pass what RaggedBatch.to_flattened() gives; a model that drops it on the way cannot be packed"

@@ -18,8 +18,8 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from ullage.attention.calls import given
 from ullage.attention.segments import packed_attention
-from ullage.attention.slices import Slices
 from ullage.attention.support import require_packable
+from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
 from ullage.errors import InputError
 

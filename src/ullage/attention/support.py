@@ -40,15 +40,16 @@ _EXCEPTIONS = {
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
 #: Attribute of a layer that was checked.
 _MARK = "_ullage_checked"
-#: Attribute of a config with the name of its attention.
-_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class _Checked(NamedTuple):
-    """The model for which a layer was checked, by its id, and that model's row limits.
+    """What a layer remembers of a check: for which model, and the limits of that model's rows.
 
-    ``model`` is None for one that keeps sequences apart by other means too, and so do its copies. A pickle knows
-    nothing of a check.
+    Attributes:
+        model: id of the model; None counts for every model, as :func:`remember_packable` says.
+        limit, dynamic: as :func:`row_limits` gives them.
+
+    A deep copy of a layer keeps the mark. In a pickle it becomes an empty tuple, so a loaded model is checked again.
     """
 
     model: int | None
@@ -81,14 +82,17 @@ def packing_problem(model: nn.Module) -> str | None:
 
 
 def _problem_within(model: nn.Module) -> str | None:
+    """Why the known parts or the positions of a model speak against packed rows; parts of other authors aside."""
     # A forward that names the lengths, its own or that of a packed model, knows where its positions begin.
     return mixing_problem(model) or (None if names_lengths(model) else _positions(model))
 
 
 def mixing_problem(model: nn.Module) -> str | None:
-    """The same where parts of other authors are taken to leave a token's neighbours alone.
+    """Why the known parts of a model let packed sequences see each other, in one clause; None if they do not.
 
-    And where rows count positions from :func:`first_position`, and not from 0 as ``to_flattened`` does.
+    Asks less than :func:`packing_problem`: parts of other authors are taken to work on single tokens, and positions may
+    begin elsewhere than at 0. So RoBERTa, whose positions begin at 2, has a packing problem ("counts positions from
+    2"), and no mixing problem: ``pack_model`` gives it positions from :func:`first_position` on.
     """
     name = type(model).__name__
     takes_lengths = names_lengths(model)
@@ -117,56 +121,20 @@ def require_packing(model: nn.Module) -> None:
     _remember(model, _attention_modules(model))
 
 
-class _InPlaceOf(str):
-    """The name of our attention, in the place of another: a pickle of the model has the other again."""
-
-    before: str
-
-    def __new__(cls, before: str) -> _InPlaceOf:
-        made = super().__new__(cls, NAME)
-        made.before = before
-        return made
-
-    def __reduce__(self) -> Any:
-        return str, (self.before,)
-
-    def __deepcopy__(self, memo: Any) -> _InPlaceOf:
-        return self
-
-
-def put_in_attention(model: nn.Module) -> bool:
-    """Give a model our attention until :func:`take_out_attention`; False for one without a hook to put it in."""
-    before = [(config, config._attn_implementation) for _, config in _configs(model)]
-    try:
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
-    except (AttributeError, KeyError, ValueError):
-        take_out_attention(model)
-        return False
-    for config, name in before:
-        if name != NAME and config._attn_implementation == NAME:
-            vars(config)[_IMPLEMENTATION] = _InPlaceOf(name)
-    return True
-
-
-def take_out_attention(model: nn.Module) -> None:
-    """Give a model the attention back that it had before :func:`put_in_attention`."""
-    for _, config in _configs(model):
-        if isinstance(config._attn_implementation, _InPlaceOf):
-            vars(config)[_IMPLEMENTATION] = config._attn_implementation.before
-    for module in model.modules():
-        vars(module).pop(_MARK, None)
-
-
-def is_attention_put_in(model: nn.Module) -> bool:
-    """Whether :func:`put_in_attention` has given a model our attention in the place of another."""
-    return any(isinstance(config._attn_implementation, _InPlaceOf) for _, config in _configs(model))
-
-
 def remember_packable(model: nn.Module) -> None:
-    """Note that the attention of this model may take packed rows: what its support cannot see was seen to elsewhere."""
+    """Mark the layers of a model as checked for every model around them, because a proof or its forward answers for it.
+
+    Without the mark a Llama with a layer of one's own would be refused at its first packed row, though it was proved.
+    """
     limits = row_limits(model)
     for layer in _attention_modules(model):
         setattr(layer, _MARK, _Checked(None, *limits))
+
+
+def forget_checks(model: nn.Module) -> None:
+    """Take the marks of checked layers away, so that the next packed row is checked again."""
+    for module in model.modules():
+        vars(module).pop(_MARK, None)
 
 
 def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple[int | None, bool]:
@@ -184,7 +152,7 @@ def require_packable(module: nn.Module, model: nn.Module | None = None) -> tuple
 
 def attends_both_ways(model: nn.Module) -> bool:
     """Whether all attention of a model sees later tokens too, and nothing in it does not."""
-    configs = [config for _, config in _configs(model)]
+    configs = [config for _, config in configs_of(model)]
     if len(configs) != 1 or getattr(configs[0], "is_decoder", False):
         return False
     told = [told for module in model.modules() if isinstance(told := _held(module, "is_causal"), bool)]
@@ -192,7 +160,7 @@ def attends_both_ways(model: nn.Module) -> bool:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a sequence's first token: 0, or that behind the padding index, as RoBERTa and its kin count."""
+    """The position of a sequence's first token: 0, or 2 in RoBERTa and its kin, which reserve 0 and the padding's 1."""
     return next((1 + table.padding_idx for _, _, table in _position_tables(model)), 0)
 
 
@@ -214,7 +182,7 @@ def context_parallel_problem(model: nn.Module) -> str | None:
             f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
             "ahead of its own has ended, and the ranks would take turns instead of sharing the work"
         )
-    for holder, config in _configs(model):
+    for holder, config in configs_of(model):
         if config._attn_implementation != NAME:
             return f"{holder} has attn_implementation={config._attn_implementation!r}, which knows no slices"
         if getattr(config, "output_router_logits", False):
@@ -277,7 +245,7 @@ def _unaware(name: str) -> str:
     return f"{name}.forward names no cu_seq_lens_q, so it would take a packed row for one sequence"
 
 
-def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Configs that the modules of a model were built from, each once, with the name of the class that holds it."""
     seen: set[int] = set()
     for module in model.modules():
@@ -309,7 +277,7 @@ def _implementation(model: nn.Module, name: str) -> str | None:
         return f"{name} has no attention that transformers' interface could replace"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not hand cu_seq_lens through transformers' attention interface"
-    for holder, config in _configs(model):
+    for holder, config in configs_of(model):
         if config.model_type in _EXCEPTIONS:
             return f"{holder} {_EXCEPTIONS[config.model_type]}"
         used = config._attn_implementation
@@ -323,7 +291,7 @@ def _parts(model: nn.Module, name: str) -> str | None:
 
 
 def _layers(model: nn.Module, name: str) -> str | None:
-    for holder, config in _configs(model):
+    for holder, config in configs_of(model):
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
         if unknown:
             return f"{holder} has layers of kind {unknown[0]!r}"
@@ -372,7 +340,7 @@ def _held(module: nn.Module, name: str) -> Any:
 
 
 def _packs_both_ways(model: nn.Module) -> bool:
-    return attends_both_ways(model) and all(config._attn_implementation == NAME for _, config in _configs(model))
+    return attends_both_ways(model) and all(config._attn_implementation == NAME for _, config in configs_of(model))
 
 
 def _head(model: nn.Module, name: str) -> str | None:

@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ullage.mixers.forwards import CheckpointedRow
-from ullage.replacing import replaced
 
 #: Parts of the names of probabilities and scales of noise, as modules and configs hold them.
 _CHANCES = ("drop", "jitter")
@@ -79,18 +78,6 @@ def random_states_kept(devices: list[torch.device] | None = None) -> Iterator[No
             np.random.set_state(numpy)  # noqa: NPY002
 
 
-@contextmanager
-def own_attention(model: nn.Module) -> Iterator[None]:
-    """Give a packed model the attention back that it had before, for what has to be told without ours."""
-    name = "_attn_implementation_internal"
-    with ExitStack() as stack:
-        for config in _configs(model):
-            value = vars(config).get(name)
-            if hasattr(value, "before"):
-                stack.enter_context(replaced(config, name, value.before))
-        yield
-
-
 @dataclass
 class Precision:
     """The lowest precision of any product of a block: None before the first."""
@@ -118,20 +105,14 @@ class Leaf:
     value: Tensor
 
 
-@dataclass
-class EmbeddedInputs:
-    """What the embeddings of a model gave, as leaves of the graph, in the order of their calls."""
-
-    leaves: list[Leaf] = field(default_factory=list)
-
-
 @contextmanager
-def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
-    """Within it, everything that a model embeds is a leaf of the graph, by which gradients can be asked for.
+def embedded_inputs(model: nn.Module) -> Iterator[list[Leaf]]:
+    """Within it, everything that a model embeds is a leaf of the graph, in the order of the calls.
 
-    So they can where embeddings are frozen, gathered or sharded. ``model``: bare.
+    So gradients can be asked for where embeddings are frozen, gathered or sharded. ``model``: bare.
     """
-    inputs, lookups = EmbeddedInputs(), _Lookups()
+    leaves: list[Leaf] = []
+    lookups = _Lookups()
 
     def taken(name: str, module: nn.Module, given: Any, named: dict[str, Any], output: Any) -> Any:
         ids, lookups.ids = lookups.ids, None
@@ -142,7 +123,7 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
         if not isinstance(output, Tensor) or not output.is_floating_point() or output.shape[: ids.ndim] != ids.shape:
             return None
         leaf = output.detach().requires_grad_()
-        inputs.leaves.append(Leaf(name, ids, leaf))
+        leaves.append(Leaf(name, ids, leaf))
         return leaf.clone()  # a model may write into it, which it may not into a leaf
 
     handles = [
@@ -151,7 +132,7 @@ def embedded_inputs(model: nn.Module) -> Iterator[EmbeddedInputs]:
     ]
     try:
         with lookups:
-            yield inputs
+            yield leaves
     finally:
         for handle in handles:
             handle.remove()

@@ -14,17 +14,19 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ullage.attention.support import (
-    is_attention_put_in,
-    mixing_problem,
-    put_in_attention,
-    remember_packable,
-    take_out_attention,
-)
+from ullage.attention.support import mixing_problem, remember_packable
 from ullage.errors import InputError
 from ullage.mixers.forwards import BiasedForward, CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
-from ullage.mixers.proof import Proof, prove, trial_of
-from ullage.mixers.ways import Way, is_biased_attention, ways_of
+from ullage.mixers.proof import Proof, prove
+from ullage.mixers.trial import trial_of
+from ullage.mixers.ways import (
+    Way,
+    is_attention_put_in,
+    is_biased_attention,
+    put_in_attention,
+    take_out_attention,
+    ways_of,
+)
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
 _logger = logging.getLogger(__name__)

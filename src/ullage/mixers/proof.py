@@ -39,10 +39,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ullage.mixers.at_rest import at_rest, own_attention
-from ullage.mixers.trial import CallOutcome, Trial, TrialRun, trial_of
-
-__all__ = ["Limits", "Proof", "Trial", "TrialDifference", "largest", "limits_of", "prove", "trial_of"]
+from ullage.mixers.at_rest import at_rest
+from ullage.mixers.trial import CallOutcome, Trial, TrialRun
+from ullage.mixers.ways import own_attention
 
 #: A model that differs from itself may differ so many times more from one call to the next.
 _BY_CHANCE = 8.0
@@ -108,7 +107,7 @@ class Proof:
     Attributes:
         model: class of the model.
         differences: all comparisons.
-        module: the first module in which a difference appears, with its class; None without one.
+        module: the first module whose output differs, with its class; None without one.
         weak: whether the model differs from itself, so that only large differences count.
         left_out: what was not compared, and why.
         seconds: that it took.
@@ -200,9 +199,9 @@ def prove(
             if not proof.passed and not proof.weak:
                 limits = _settle(proof, limits, _repeated(packed, repeated))
                 proof.differences = list(_compared(proof, trial, alone, packed, limits, has_ties))
-            if agree(not proof.passed):
-                in_forward = agree(any(not each.passed for each in proof.differences if each.kind != "gradients"))
-                proof.module = first_module(run, limits.outputs / 4, backward=not in_forward)
+            # Where only gradients differ, no module's output does.
+            if agree(any(not each.passed for each in proof.differences if each.kind != "gradients")):
+                proof.module = first_module(run, limits.outputs / 4)
                 proof.tokens += 2 * sum(sizes)
     proof.seconds = time.perf_counter() - begun
     return proof
@@ -419,45 +418,38 @@ def _added_up(
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module: numbers [n, L] per token of its input and of its output; None where there is no token.
-
-    Where gradients are watched, they are those that come out of its input, and those that reach its output.
-    """
+    """One call of a module: numbers [n, L] per token of its input and of its output; None where there is no token."""
 
     path: str
     given: Tensor | None = None
     made: Tensor | None = None
 
 
-def first_module(run: TrialRun, limit: float, *, backward: bool = False) -> str | None:
+def first_module(run: TrialRun, limit: float) -> str | None:
     """The path and class of the first module whose output differs and whose input does not; None if none does.
 
-    Args:
-        run: the calls, of a model at rest.
-        limit: of the relative difference.
-        backward: whether only gradients differ; then going backward, from outputs to inputs.
+    ``run``: the calls, of a model at rest. ``limit``: of the relative difference.
     """
     model, trial = run.model, run.trial
     outcomes: list[CallOutcome] = []
     alone: list[dict[str, list[_Call]]] = []
     with own_attention(model):
         for place in range(len(trial.alone)):
-            with _watched(model, backward) as calls:
+            with _watched(model) as calls:
                 outcomes.append(run.alone(place))
             by_path: dict[str, list[_Call]] = {}
             for call in calls:
                 by_path.setdefault(call.path, []).append(call)
             alone.append(by_path)
-    with _watched(model, backward) as calls:
+    with _watched(model) as calls:
         run.packed(outcomes)
     counted: dict[tuple[str, Any], int] = {}
-    # Calls are in the order in which they began. Going forward the innermost ends first.
-    first, second = ("made", "given") if backward else ("given", "made")
-    for call in reversed(calls) if backward else calls.ended:
+    # Calls are in the order in which they ended, so the innermost comes first.
+    for call in calls:
         shape = None if call.made is None else call.made.shape
         number = counted[call.path, shape] = counted.get((call.path, shape), -1) + 1
-        compared = _Compared(trial, alone, call, -1 - number if backward else number, limit)
-        if compared.differs(second) and not compared.differs(first):
+        compared = _Compared(trial, alone, call, number, limit)
+        if compared.differs("made") and not compared.differs("given"):
             kind = type(model.get_submodule(call.path)).__name__
             return f"{call.path or 'the forward of the model itself'} ({kind})"
     return None
@@ -471,7 +463,7 @@ class _Compared:
         trial: the sizes of the sequences.
         alone: for each sequence, the calls of each module by path.
         call: of the row.
-        number: which call of this module, of its shape; negative from the last on.
+        number: which call of this module, of its shape.
         limit: of the relative difference.
     """
 
@@ -499,7 +491,7 @@ class _Compared:
     def _of_call(self, place: int, name: str, size: int) -> Tensor | None:
         values = [getattr(each, name) for each in self.alone[place].get(self.call.path, ())]
         found = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
-        return found[self.number] if -len(found) <= self.number < len(found) else None
+        return found[self.number] if self.number < len(found) else None
 
 
 def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
@@ -510,29 +502,19 @@ def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
     return alike if len(alike) == value.shape[0] else None
 
 
-class _WatchedCalls(list[_Call]):
-    """Calls in the order in which they began; ``ended`` in that in which they ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[_Call] = []
-
-
 @contextmanager
-def _watched(model: nn.Module, backward: bool) -> Iterator[_WatchedCalls]:
-    """Watch all modules, or the gradients of what goes through them."""
-    calls, open_calls = _WatchedCalls(), []
+def _watched(model: nn.Module) -> Iterator[list[_Call]]:
+    """Watch all modules; gives their calls in the order in which they ended."""
+    calls: list[_Call] = []
+    open_calls: list[_Call] = []
 
     def began(path: str, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-        call = _Call(path)
-        calls.append(call)
-        open_calls.append(call)
-        _mark((*given, *named.values()), functools.partial(setattr, call, "given"), backward)
+        open_calls.append(_Call(path, _by_token((*given, *named.values()))))
 
     def ended(path: str, module: nn.Module, given: Any, output: Any) -> None:
         call = open_calls.pop()
-        calls.ended.append(call)
-        _mark(output, functools.partial(setattr, call, "made"), backward)
+        call.made = _by_token(output)
+        calls.append(call)
 
     handles = []
     for path, each in model.named_modules():
@@ -545,18 +527,14 @@ def _watched(model: nn.Module, backward: bool) -> Iterator[_WatchedCalls]:
             handle.remove()
 
 
-def _mark(values: Any, keep: Callable[[Tensor], None], backward: bool) -> None:
+def _by_token(values: Any) -> Tensor | None:
+    """One number for each token of the first tensor among values, [n, L, ...] or [T, d] as of a row; None without one.
+
+    Weighed by cos(place²), so that values that change places make another number.
+    """
     value = _first_tensor(values)
     if value is None:
-        return
-    if not backward:
-        keep(_by_token(value))
-    elif value.requires_grad:
-        value.register_hook(lambda gradient: keep(_by_token(gradient)))
-
-
-def _by_token(value: Tensor) -> Tensor:
-    """One number for each token of a value [n, L, ...], or of one [T, d] as of a row."""
+        return None
     value = value.detach()
     flat = (value if value.ndim > 2 else value[None]).flatten(2).double()
     place = torch.arange(1, flat.shape[2] + 1, device=flat.device, dtype=flat.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +22,12 @@ from ullage.attention.heads import (
 )
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
+from ullage.layout import Layout
 from ullage.mixers.at_rest import Leaf, embedded_inputs
-from ullage.mixers.whole import has_two_losses
 from ullage.schema import IGNORED_LABEL, is_target
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
-_BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
+_BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
 
 
 @dataclass(frozen=True)
@@ -66,38 +67,62 @@ def trial_of(
         device: of the calls; the model's if None.
         per_sequence: fields of arrays with one entry per sequence.
 
-    Raises ``InputError`` for no sample, and for one without tokens.
+    Raises ``InputError`` for no sample. One without tokens is in the row alone.
     """
     if not len(samples):
         raise InputError("a proof needs sequences to run", where="verify", expected="a few samples", found="none")
     if device is None:
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     samples = [{name: torch.as_tensor(value) for name, value in sample.items()} for sample in samples]
-    targets = [name for name in samples[0] if is_pair and is_target(name) and samples[0][name].ndim]
-    fields = [{name: value for name, value in sample.items() if name not in targets} for sample in samples]
-    batch = RaggedBatch.from_samples(fields, per_sequence=[name for name in per_sequence if name not in targets])
-    packed = batch.to_flattened() | {name: batch[name] for name in batch.per_sequence}
-    if "labels" in batch and "labels" not in batch.per_sequence and loss_shifts(model) is False:
-        packed["labels"] = batch["labels"][None]  # no shift: the first label of a sequence counts too
-    for name in targets:
-        packed[name] = torch.nested.nested_tensor([sample[name] for sample in samples], layout=torch.jagged)
+    packed = row_of(model, samples, per_sequence)
+    samples = [sample for sample in samples if not _is_empty(sample)]
+    targets = _targets_of(model, samples[0])
     alone = [{name: value[None] for name, value in sample.items()} for sample in samples]
     if targets and package_of(loss_author(model)[0]) == "ullage":
         # Ours takes -100 in padded targets for padding, and not in ragged ones.
         alone = [each | {name: _as_nested(each[name]) for name in targets} for each in alone]
     if is_multiple_choice(model):  # each choice as a question of one
         alone = [{name: value[None] for name, value in choice.items()} for choice in alone]
-    sizes = [int(length) for length in batch.layout.lengths]
     counts, is_strict = counts_of(model, alone)
     return Trial(
-        [_moved(each, device) for each in alone],
-        _moved(packed, device),
-        sizes,
+        [moved(each, device) for each in alone],
+        moved(packed, device),
+        [length for length in packed["cu_seq_lens_q"].diff().tolist() if length],
         [len(sample[targets[0]]) for sample in samples] if targets else None,
         counts,
         is_strict,
     )
+
+
+def row_of(
+    model: nn.Module, samples: Sequence[Mapping[str, Tensor]], per_sequence: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The keywords of one packed row of samples. Those without tokens, as a plan may leave them, stay in it empty."""
+    targets = _targets_of(model, samples[0])
+    fields = [{name: value.cpu() for name, value in sample.items() if name not in targets} for sample in samples]
+    there = [place for place, each in enumerate(fields) if not _is_empty(each)]
+    whole = [name for name in per_sequence if name not in targets]
+    batch = RaggedBatch.from_samples([fields[place] for place in there], per_sequence=whole)
+    if len(there) < len(fields):
+        lengths = np.zeros(len(fields), np.int64)
+        lengths[there] = batch.layout.lengths
+        batch = RaggedBatch({name: batch[name] for name in batch.names}, Layout(lengths))
+    packed = batch.to_flattened() | {name: batch[name] for name in batch.per_sequence}
+    if "labels" in batch and "labels" not in batch.per_sequence and loss_shifts(model) is False:
+        packed["labels"] = batch["labels"][None]  # no shift: the first label of a sequence counts too
+    for name in targets:
+        packed[name] = torch.nested.nested_tensor([sample[name] for sample in samples], layout=torch.jagged)
+    return packed
+
+
+def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:
+    """The fields of a sample that are targets of an encoder-decoder; none of any other model."""
+    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return [name for name, value in sample.items() if is_pair and is_target(name) and value.ndim]
+
+
+def _is_empty(sample: Mapping[str, Tensor]) -> bool:
+    return not next(iter(sample.values())).numel()
 
 
 def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[list[float] | None, bool]:
@@ -112,7 +137,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
         of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
         return ([1.0] * len(alone), is_known) if of_spans else (None, False)
-    if per_sequence or has_two_losses(model, alone[0]):
+    if per_sequence:
         return None, False
     shifts = loss_shifts(model)
     counts = []
@@ -136,7 +161,8 @@ def _holds_its_answer(sequence: Mapping[str, Any]) -> bool:
     return all(int(place.max()) < length for place in places)
 
 
-def _moved(keywords: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def moved(keywords: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Keywords with their tensors on a device."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in keywords.items()}
 
 
@@ -184,8 +210,8 @@ class TrialRun:
 
     def alone(self, place: int) -> CallOutcome:
         """One sequence in a call of its own."""
-        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
-            given = self._with_leaves(self.trial.alone[place], embedded.leaves)
+        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as leaves:
+            given = self._with_leaves(self.trial.alone[place], leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {
                 name: [_with_rows(value)] for name, value in _tensors(outputs).items() if self._is_told(value, place)
@@ -193,13 +219,13 @@ class TrialRun:
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
             loss, parts = self._loss(outputs)
             count = 0.0 if self.trial.counts is None else self.trial.counts[place]
-            gradients = self._gradients(named, [place], embedded.leaves, (loss, count))
-        return CallOutcome(_detached(named), _detached_loss(loss), embedded.leaves, *gradients, parts)
+            gradients = self._gradients(named, [place], leaves, (loss, count))
+        return CallOutcome(_detached(named), _detached_loss(loss), leaves, *gradients, parts)
 
     def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
-        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as embedded:
-            given = self._with_leaves(self.trial.packed, embedded.leaves)
+        with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as leaves:
+            given = self._with_leaves(self.trial.packed, leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {}
             for name, value in _tensors(outputs).items():
@@ -207,8 +233,8 @@ class TrialRun:
                 if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
             loss, left = self._loss(outputs)
-            gradients = self._gradients(named, range(len(alone)), embedded.leaves, (loss, sum(self.trial.counts or ())))
-        return CallOutcome(_detached(named), _detached_loss(loss), embedded.leaves, *gradients, left)
+            gradients = self._gradients(named, range(len(alone)), leaves, (loss, sum(self.trial.counts or ())))
+        return CallOutcome(_detached(named), _detached_loss(loss), leaves, *gradients, left)
 
     def _is_told(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""

@@ -16,6 +16,7 @@ design, is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,15 +26,16 @@ from transformers import PreTrainedModel
 from ullage.attention.heads import package_of_forward, spans_sequences, works_by_token
 from ullage.attention.parts import UnknownPart, unknown_parts
 from ullage.attention.support import (
+    NAME,
     attends_both_ways,
+    configs_of,
     first_position,
-    is_attention_put_in,
+    forget_checks,
     mixing_problem,
     names_lengths,
-    put_in_attention,
-    take_out_attention,
 )
 from ullage.errors import InputError
+from ullage.replacing import replaced
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
 
@@ -269,3 +271,66 @@ def _backbone(model: nn.Module) -> str | None:
     while backbone is not None and type(backbone).__name__.endswith("Wrapper"):
         backbone = next((part for part in backbone.children() if isinstance(part, PreTrainedModel)), None)
     return next((path for path, module in model.named_modules() if module is backbone), None)
+
+
+# Our attention in the place of the one that a model came with.
+#
+# A config names its attention. Ours is put in under a name that remembers the other, so that it can be put back: for
+# good, for a while, and in pickles and saved configs, which another process may read without this library.
+
+#: Attribute of a config with the name of its attention.
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+
+class _InPlaceOf(str):
+    """The name of our attention, in the place of the name ``before``: a pickle of the model has that one again."""
+
+    before: str
+
+    def __new__(cls, before: str) -> _InPlaceOf:
+        made = super().__new__(cls, NAME)
+        made.before = before
+        return made
+
+    def __reduce__(self) -> Any:
+        return str, (self.before,)
+
+    def __deepcopy__(self, memo: Any) -> _InPlaceOf:
+        return self
+
+
+def put_in_attention(model: nn.Module) -> bool:
+    """Give a model our attention until :func:`take_out_attention`; False for one without a hook to put it in."""
+    before = [(config, config._attn_implementation) for _, config in configs_of(model)]
+    try:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    except (AttributeError, KeyError, ValueError):
+        take_out_attention(model)
+        return False
+    for config, name in before:
+        if name != NAME and config._attn_implementation == NAME:
+            vars(config)[_IMPLEMENTATION] = _InPlaceOf(name)
+    return True
+
+
+def take_out_attention(model: nn.Module) -> None:
+    """Give a model the attention back that it had before :func:`put_in_attention`."""
+    for _, config in configs_of(model):
+        if isinstance(config._attn_implementation, _InPlaceOf):
+            vars(config)[_IMPLEMENTATION] = config._attn_implementation.before
+    forget_checks(model)
+
+
+def is_attention_put_in(model: nn.Module) -> bool:
+    """Whether :func:`put_in_attention` has given a model our attention in the place of another."""
+    return any(isinstance(config._attn_implementation, _InPlaceOf) for _, config in configs_of(model))
+
+
+@contextmanager
+def own_attention(model: nn.Module) -> Iterator[None]:
+    """Give a packed model the attention back that it came with, for as long as the block runs."""
+    with ExitStack() as stack:
+        for _, config in configs_of(model):
+            if isinstance(config._attn_implementation, _InPlaceOf):
+                stack.enter_context(replaced(config, _IMPLEMENTATION, config._attn_implementation.before))
+        yield

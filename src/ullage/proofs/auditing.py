@@ -288,9 +288,9 @@ class _PackedCall:
         torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
         self.samples = samples
         self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
-        with embedded_inputs(samples.model) as inputs:
+        with embedded_inputs(samples.model) as leaves:
             outcome: RowOutputs = samples.packed(row)
-        self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, inputs.leaves
+        self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, leaves
 
     @functools.cached_property
     def of_loss(self) -> list[Tensor]:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.heads import loss_shifts, works_by_sequence
-from ullage.batch import RaggedBatch
+from ullage.attention.heads import works_by_sequence
 from ullage.errors import InputError
-from ullage.layout import Layout
 from ullage.mixers.proof import is_routed
-from ullage.mixers.trial import Trial
+from ullage.mixers.trial import Trial, moved, row_of, trial_of
 from ullage.schema import IGNORED_LABEL
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
@@ -118,7 +116,8 @@ class Samples:
     def _run_alone(self, row: Sequence[Sample]) -> None:
         """Each sequence in a call of its own."""
         for sample in row:
-            self.model(**self._alone(sample), **self._without_cache())
+            [fields] = self.fields([sample])
+            self.model(**{name: value[None] for name, value in fields.items()}, **self._without_cache())
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -157,32 +156,24 @@ class Samples:
         """The calls of a proof: each sequence that has tokens by itself, and the row."""
         if self.by_sequence:
             row = [sample for sample in row if len(sample.input_ids)]
-        there = [sample for sample in row if len(sample.input_ids)]
-        return Trial(
-            [self._alone(sample) for sample in there],
-            self._row(row),
-            [len(sample.input_ids) for sample in there],
-            [len(sample.labels) for sample in there] if self.is_encoder_decoder else None,
-            [float(self._count(sample)) for sample in there] if self.has_loss else None,
-            is_strict=True,
-        )
+        trial = trial_of(self.model, self.fields(row))
+        return replace(trial, is_strict=True, **({} if self.collate is None else {"packed": self._row(row)}))
 
     def for_trials(self) -> list[dict[str, Tensor]]:
         """Three sequences, as ``pack_model(model, verify=...)`` takes them."""
-        row = self.draw([min(max(length, self.least), self.most) for length in (24, 3, 9)])
-        with_labels = self.has_loss or self.is_encoder_decoder
-        return [{"input_ids": each.input_ids} | ({"labels": each.labels} if with_labels else {}) for each in row]
+        return self.fields(self.draw([min(max(length, self.least), self.most) for length in (24, 3, 9)]))
 
-    def _count(self, sample: Sample) -> int:
-        return 1 if self.by_sequence else int((sample.labels != IGNORED_LABEL).sum())
+    def fields(self, row: Sequence[Sample]) -> list[dict[str, Tensor]]:
+        """Samples as ``RaggedBatch.from_samples`` takes them, with the labels where the model computes a loss."""
+        name = "labels" if self.has_loss else "decoder_input_ids" if self.is_encoder_decoder else None
+        return [{"input_ids": each.input_ids} | ({} if name is None else {name: each.labels}) for each in row]
 
     def packed(self, row: Sequence[Sample]) -> RowOutputs:
         """All sequences in one row."""
         outputs = self.model(**self._row(row), **self._without_cache())
         logits, loss = _logits(outputs), _loss(outputs)
         if self.by_sequence:
-            there = [len(sample.input_ids) > 0 for sample in row]
-            return RowOutputs([each if some else each[:0] for each, some in zip(logits, there)], loss)
+            return RowOutputs([*logits], loss)
         sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
         flat = logits[0] if logits.ndim == 3 else logits
         if len(flat) != sum(sizes):
@@ -243,32 +234,10 @@ class Samples:
 
     # Keywords.
 
-    def _alone(self, sample: Sample) -> dict[str, Any]:
-        return {"input_ids": sample.input_ids[None], **self._labels(sample)}
-
-    def _labels(self, sample: Sample) -> dict[str, Tensor]:
-        if not self.has_loss:
-            return {"decoder_input_ids": sample.labels[None]} if self.is_encoder_decoder else {}
-        return {"labels": sample.labels[None]} if sample.labels.ndim else {"labels": sample.labels.reshape(1)}
-
     def _row(self, row: Sequence[Sample]) -> dict[str, Any]:
         if self.collate is not None:
             return dict(self.collate([{"input_ids": each.input_ids, "labels": each.labels} for each in row]))
-        # Not from_samples, which refuses empty sequences: a plan may leave one in a row.
-        fields = {"input_ids": torch.cat([each.input_ids for each in row])}
-        if not self.is_encoder_decoder and not self.by_sequence:
-            fields["labels"] = torch.cat([each.labels for each in row])
-        keywords = RaggedBatch(fields, Layout([len(each.input_ids) for each in row])).to_flattened()
-        if self.by_sequence:
-            keywords["labels"] = torch.stack([each.labels for each in row])
-        if not self.has_loss:
-            keywords.pop("labels", None)
-        if self.is_encoder_decoder:
-            name = "labels" if self.has_loss else "decoder_input_ids"
-            keywords[name] = torch.nested.nested_tensor([each.labels for each in row], layout=torch.jagged)
-        elif self.has_loss and loss_shifts(self.model) is not True and not self.by_sequence:
-            keywords["labels"] = torch.cat([each.labels for each in row])[None]
-        return keywords
+        return moved(row_of(self.model, self.fields(row)), self.device)
 
     def _without_cache(self) -> dict[str, Any]:
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}

@@ -234,11 +234,6 @@ def kind_of(model: str | PreTrainedConfig) -> str:
     return next((kind for kind in kinds if {*named} & {*_classes(kind, model_type)}), kinds[0])
 
 
-def auto_class(kind: str) -> type:
-    """transformers' Auto class of one of ``KINDS``."""
-    return _AUTO[require_one_of(kind, KINDS, "kind of model")]
-
-
 def _classes(kind: str, model_type: str) -> tuple[str, ...]:
     """Names of the classes with this head."""
     names = _NAMES[kind][model_type]
@@ -445,7 +440,7 @@ def tiny_like(config: str | PreTrainedConfig, *, kind: str | None, seed: int, at
     """A tiny model after a type or configuration; its own size after one with code of its own, which was trusted."""
     own = {} if isinstance(config, str) else getattr(config, "auto_map", None) or {}
     for each in (kind,) if kind else KINDS:
-        if auto_class(each).__name__ in own:
+        if _AUTO[each].__name__ in own:
             torch.manual_seed(seed)
-            return auto_class(each).from_config(config, trust_remote_code=True).eval()
+            return _AUTO[each].from_config(config, trust_remote_code=True).eval()
     return tiny_model(config, kind or kind_of(config), seed=seed, attn_implementation=attention)

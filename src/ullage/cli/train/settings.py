@@ -153,7 +153,6 @@ class ParallelArguments:
     cp: int | None = _option(None, "ranks that share each packed row (context parallel)", metavar="N")
     tp: int | None = _option(None, "ranks that share each layer (tensor parallel)", metavar="N")
     dp_replicate: int = _option(1, "groups of dp ranks that each hold all weights (HSDP)", metavar="N")
-    cp_method: str = _option("auto", "how cp shares attention: auto, ulysses (heads) or gather (keys)")
 
     @property
     def asked(self) -> bool:

@@ -207,7 +207,7 @@ def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
         arguments.packing_capacity = _CAPACITY
     topology = fsdp.make_topology(dp=sizes.dp, cp=sizes.cp or 1, tp=sizes.tp or 1)
     dtype = torch.bfloat16 if arguments.bf16 else None
-    options: dict[str, Any] = {"cp_method": sizes.cp_method, "dp_replicate": sizes.dp_replicate, "dtype": dtype}
+    options: dict[str, Any] = {"dp_replicate": sizes.dp_replicate, "dtype": dtype}
     return Trainer(fsdp.parallelize(model, topology, **options), arguments, **others)
 
 

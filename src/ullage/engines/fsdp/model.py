@@ -21,7 +21,7 @@ from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.trained import TrainedParallel
 from ullage.engines.fsdp.weights import Source
-from ullage.errors import InputError, require_one_of
+from ullage.errors import InputError
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
 from ullage.training.setup.sharding import ATTRIBUTE, sharding_of
@@ -42,8 +42,6 @@ def parallelize(
     weights: str | Path | None = None,
     seed: int | None = None,
     dp_replicate: int = 1,
-    cp_method: str = "auto",
-    cp_fallback: bool = True,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     sync_weights: bool = True,
@@ -60,8 +58,6 @@ def parallelize(
         seed: for a model built on meta: rank 0 makes it anew after ``torch.manual_seed(seed)``, and sends it.
         dp_replicate: groups of dp ranks that each hold all parameters (HSDP): within a group they are sharded over
             dp ÷ dp_replicate · cp, over the groups gradients are added up.
-        cp_method: how cp shares attention: ``"ulysses"``, ``"gather"`` or ``"auto"``.
-        cp_fallback: whether keys may be gathered where Ulysses cannot split the heads.
         reshard_after_forward: whether layers free their gathered weights between forward and backward.
         cpu_offload: whether parameters, gradients and the optimizer's state lie on the host between their uses.
         sync_weights: whether rank 0's weights are sent to all first; leave it on unless every rank loaded the same
@@ -74,7 +70,7 @@ def parallelize(
 
     Collective over the world; changes the model in place. Raises ``InputError`` or ``DistributedError`` on every rank,
     before anything is changed, for a topology that is not the world's, a model that packed rows cannot be trained
-    on, one without a tensor-parallel plan, or heads that tp or cp does not divide.
+    on, one without a tensor-parallel plan, or heads that tp does not divide.
     """
     topology = topology or Topology.single()
     world = Axis.world()
@@ -82,7 +78,7 @@ def parallelize(
     with together(world, "preparing a model for its topology"):
         objective = _check(model, topology, world.size, dp_replicate)
         _put_attention(bare(model), objective)
-        _require_context(bare(model), topology, cp_method, cp_fallback)
+        _require_context(bare(model), topology)
     # By itself: it asks all ranks what they have, and one that was refused above would not answer.
     with together(world, "finding the weights of a model"):
         source = Source.of(model, weights, seed)
@@ -109,7 +105,7 @@ def parallelize(
     _shard(model, sharded, dtype, device if cpu_offload else None, reshard_after_forward)
     if source is not None:
         source.fill(model, torch.device("cpu") if cpu_offload else device)
-    _leave(model, TrainedParallel(topology, device, mesh, cp_method, cp_fallback, dtype, dp_replicate))
+    _leave(model, TrainedParallel(topology, device, mesh, dtype, dp_replicate))
     return model
 
 
@@ -189,26 +185,9 @@ def _check(model: Any, topology: Topology, world: int, dp_replicate: int) -> str
     return objective
 
 
-def _require_context(model: Any, topology: Topology, method: str, fallback: bool) -> None:
-    require_one_of(method, ("auto", "ulysses", "gather"), "cp_method")
-    cp = topology.cp.size
-    if cp == 1:
-        return
-    packed_attention.require_context_parallel(model)
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if fallback or method == "gather" or not isinstance(heads, int):
-        return
-    # Ulysses divides the heads that tp leaves to a rank: a share of them only where the plan splits the projections.
-    own = heads // topology.tp.size if tensor_parallel.splits(model, "q_proj") else heads
-    if own % cp:
-        raise InputError(
-            "cp does not divide the model's attention heads",
-            where=type(model).__name__,
-            expected=f"a multiple of cp = {cp}",
-            found=f"{own} on each rank of tp",
-            hint="allow cp_fallback, which gathers keys and values instead",
-        )
+def _require_context(model: Any, topology: Topology) -> None:
+    if topology.cp.size > 1:
+        packed_attention.require_context_parallel(model)
 
 
 def _put_attention(model: Any, objective: str) -> None:

@@ -33,7 +33,6 @@ class Parallel:
         topology: of all ranks, with its groups.
         device: on which this rank computes.
         mesh: of dp, cp and tp; ``None`` on one process.
-        cp_method, cp_fallback: as for ``ullage.attention.context_parallel``.
         dtype: what layers compute in; ``None`` is that of their parameters.
         dp_replicate: groups of dp ranks that each hold all parameters.
     """
@@ -41,8 +40,6 @@ class Parallel:
     topology: Topology
     device: torch.device
     mesh: DeviceMesh | None = None
-    cp_method: str = "auto"
-    cp_fallback: bool = True
     dtype: torch.dtype | None = None
     dp_replicate: int = 1
 

@@ -69,7 +69,7 @@ class TrainedParallel(Parallel):
         if self.mesh is None and self.dtype is not None:  # no FSDP to cast its weights
             inner = torch.autocast(self.device.type, self.dtype)
         elif self.topology.cp.size > 1:
-            inner = packed_attention.context_parallel(self.cp, method=self.cp_method, fallback=self.cp_fallback)
+            inner = packed_attention.context_parallel(self.cp)
         with warnings.catch_warnings(), inner:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of changes in place to its outputs: none here
             yield

@@ -12,17 +12,14 @@ import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
-from ullage.attention.heads import second_label
 from ullage.errors import InputError
 from ullage.mixers.packed_model import runs_whole
-from ullage.mixers.whole import NUM_SEQUENCES
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss, part_of_step
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequence_loss, weighted_token_loss
 from ullage.training.setup.sharding import sharding_of
-from ullage.training.step.packable import adds_two_losses
 from ullage.training.step.packing import Packer
 
 _logger = logging.getLogger(__name__)
@@ -82,9 +79,6 @@ class LossRule:
         """The loss of :meth:`compute`, whose parameters these are."""
         if self._packer.weigher.labels is not None:
             return self._by_weights(model, inputs, return_outputs, self._packer.weigher.labels)
-        is_packed = self._packer.options is not None and num_items_in_batch is not None
-        if is_packed and adds_two_losses(self._trainer, self._reader, inputs):
-            return self._two_losses(compute, model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is not None and not self._reader.divides_by_count:
             if self._trainer.loss_is_scaled_for_ga is not False:
                 return self._mean_by_share(compute, model, inputs, return_outputs, num_items_in_batch)
@@ -164,22 +158,7 @@ class LossRule:
             return "FSDP and torch.compile keep the model's forward as it is"
         if self._packer.weigher.is_on and runs_whole(self._reader.model):
             return "the logits that are weighed are joined from several calls"
-        if second_label(self._reader.model) is not None:
-            return "the logits of a head with two losses are joined from several calls"
         return head_problem(self._reader.model)
-
-    def _two_losses(
-        self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
-    ) -> Any:
-        """The sum of a loss per token and one per sequence, each divided by its number in the step.
-
-        The parameters are those of :meth:`compute`.
-        """
-        numbers = {"num_items_in_batch": num_items_in_batch, NUM_SEQUENCES: self._packer.sequences_of_step}
-        loss, outputs = compute(model, {**inputs, **numbers}, True, num_items_in_batch=None)
-        # Reducing gradients divides by the ranks.
-        loss = loss * self._packer.averaged_over
-        return (loss, outputs) if return_outputs else loss
 
     def _mean_by_share(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any

@@ -9,15 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention import packing_problem, require_packing
-from ullage.attention.heads import is_multiple_choice, second_label
+from ullage.attention.heads import is_multiple_choice
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
 from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
-from ullage.mixers.whole import has_two_losses, require_one_loss
-from ullage.schema import IGNORED_LABEL
-from ullage.training.batches.counting import SampleError
+from ullage.mixers.whole import require_one_loss
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss
 
@@ -109,33 +107,9 @@ def refuse_images(trainer: Any) -> None:
         )
 
 
-def adds_two_losses(trainer: Any, reader: BatchReader, fields: Any) -> bool:
-    """Whether the loss of a trainer is its model's own, the sum of one per token and one per sequence.
-
-    ``fields``: of a batch, or keywords of the model.
-    """
-    own = OwnLoss.of(trainer) is None and trainer.label_smoother is None
-    return own and has_two_losses(reader.model, fields)
-
-
 def require_losses(trainer: Any, reader: BatchReader, batch: RaggedBatch) -> None:
     """Raise ``InputError`` for labels by sequence beside those by token, where the model's loss cannot be packed."""
     labels = reader.label_name
     if OwnLoss.of(trainer) is not None or labels not in batch or labels in batch.per_sequence:
         return
     require_one_loss(reader.model, batch.per_sequence)
-    _require_counted(reader.model, batch)
-
-
-def _require_counted(model: nn.Module, batch: RaggedBatch) -> None:
-    """Raise ``SampleError`` for a sequence whose label by sequence is -100: the step divides by all its sequences."""
-    name = (second_label(model) or ("",))[0]
-    if name in batch and bool((batch[name] == IGNORED_LABEL).any()):
-        raise SampleError(
-            "a sequence without a label cannot be packed beside labels by token",
-            sample=int((batch[name].flatten() == IGNORED_LABEL).nonzero()[0]),
-            detail=name,
-            expected="a class",
-            found=IGNORED_LABEL,
-            hint=f"give every sample a {name}, or leave the field out of all",
-        )

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
-from ullage.attention.heads import second_label
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.exchange import exchange, gather_lengths, materialize
@@ -33,7 +32,6 @@ from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
 from ullage.replacing import replaced
-from ullage.schema import IGNORED_LABEL
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.batches.reading import BatchReader
@@ -43,7 +41,7 @@ from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, cost_of, num_parameters
-from ullage.training.step.packable import adds_two_losses, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.step.packable import refuse_images, require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.verifying import PackingProof
 
@@ -149,8 +147,6 @@ class Packer:
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self._share_of_step = 1.0
-        #: Sequences of the running step, over all ranks.
-        self.sequences_of_step = 1
         self.weigher = SequenceWeigher(trainer, reader)
         self.proof = PackingProof(trainer, reader, self)
 
@@ -316,7 +312,6 @@ class Packer:
         """
         self.proof.before_step(model, inputs)
         division = self._division(inputs, count)
-        self.sequences_of_step = len(inputs.plan.order)
         parts = self._shares(inputs, division, count)
         accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
         losses = []
@@ -354,9 +349,7 @@ class Packer:
             self.weigher.require_weighable()  # the model may be another than the trainer was made with
             self._divided, warning = division_of(
                 self._trainer,
-                divides_by_count=self._reader.divides_by_count
-                or self.weigher.is_on
-                or adds_two_losses(self._trainer, self._reader, first),
+                divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
                 labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
@@ -404,11 +397,7 @@ class Packer:
         if self.padded_loss is not None:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
         if division == "sum":
-            if len(microbatch):
-                return microbatch
-            second = (second_label(self._reader.model) or ("",))[0]  # of a head with two losses, counted by sequence
-            ignored: dict[str, Any] = {second: IGNORED_LABEL}
-            return targets.placeholder(microbatch, **ignored)
+            return microbatch if len(microbatch) else targets.placeholder(microbatch)
         if self._share_of_step > 0:
             return microbatch
         counts = len if division == "sequence_mean" else self._reader.num_labels
