@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from tests.support import packing_script
-from ullage.models.modeling import RecurrentLayer
+from ullage import InputError
 from ullage.training import RaggedCollator, Trainer
 
 ALPHA = 5.0
@@ -16,16 +16,14 @@ def noise_of(trainer):
     seen, lengths = [], []
     model = trainer.model
     embedding = model.get_input_embeddings()
-    first = next(m for m in model.modules() if isinstance(m, RecurrentLayer) or type(m).__name__ == "LlamaDecoderLayer")
+    first = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer")
 
     def rows(module, positional, keywords):
         lengths.append(keywords["cu_seq_lens_q"].diff().tolist())
         seen.append(embedding.weight[keywords["input_ids"][0]].detach().clone())
 
     def layer(module, positional, keywords):
-        values = positional[0]
-        flat = positional[1].take(values) if isinstance(module, RecurrentLayer) else values[0]
-        seen[-1] = flat.detach() - seen[-1]
+        seen[-1] = positional[0][0].detach() - seen[-1]
 
     handles = [
         model.register_forward_pre_hook(rows, with_kwargs=True),
@@ -37,10 +35,14 @@ def noise_of(trainer):
     return seen, lengths
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "recurrent"])
-def test_each_packed_sequence_has_noise_by_its_own_length(name, tmp_path):
+def test_each_packed_sequence_has_noise_by_its_own_length(tmp_path):
     trainer = packing_script.make_trainer(
-        name, str(tmp_path), max_steps=1, per_device_train_batch_size=6, neftune_noise_alpha=ALPHA, packing_verify=False
+        "llama",
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=6,
+        neftune_noise_alpha=ALPHA,
+        packing_verify=False,
     )
     seen, lengths = noise_of(trainer)
     assert sum(len(row) > 1 for row in lengths) > 0
@@ -53,6 +55,12 @@ def test_each_packed_sequence_has_noise_by_its_own_length(name, tmp_path):
     embedding = trainer.model.get_input_embeddings()
     assert not embedding._forward_hooks
     assert not hasattr(embedding, "neftune_noise_alpha")
+
+
+def test_a_recurrent_model_takes_no_noise(tmp_path):
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1, neftune_noise_alpha=ALPHA)
+    with pytest.raises(InputError, match=r"a recurrent model takes no noise.*neftune_noise_alpha"):
+        trainer.train()
 
 
 def padded(samples):
