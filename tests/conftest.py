@@ -6,6 +6,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+from tests.support.locks import remove_abandoned_locks
+
 settings.register_profile("ullage", deadline=None)
 settings.load_profile("ullage")
 
@@ -14,6 +16,10 @@ settings.load_profile("ullage")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_sessionstart(session):
+    remove_abandoned_locks()
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from tests.support import processes
+from tests.support.locks import remove_abandoned_locks
 from ullage.cli.train.process import REFUSALS, one_line_of
 from ullage.errors import InputError
 from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
-from ullage.training.setup.arguments import remove_abandoned_locks
 
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
 

@@ -55,7 +55,7 @@ def at_rest(model: nn.Module, *, training: bool) -> Iterator[Precision]:
     precision = Precision()
     with ExitStack() as stack:
         stack.enter_context(random_states_kept([each for each in _devices(model) if each.type == "cuda"]))
-        stack.enter_context(_modules_kept(model))
+        stack.enter_context(modules_kept(model))
         stack.enter_context(_numbers_kept(model))
         model.train(training)
         _without_chance(model)
@@ -223,7 +223,7 @@ def _second_run() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _modules_kept(model: nn.Module) -> Iterator[None]:
+def modules_kept(model: nn.Module) -> Iterator[None]:
     """Put modes, plain attributes and buffers of all modules back, and the functions that checkpoint."""
     modules = [(each, _plain(each), dict(each._buffers)) for each in model.modules()]
     values = {id(each): (each, each.detach().clone()) for each in model.buffers()}

@@ -28,7 +28,7 @@ from ullage.batch import RaggedBatch
 from ullage.datasets.stored import stored_lengths
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.at_rest import random_states_kept
+from ullage.mixers.at_rest import modules_kept, random_states_kept
 from ullage.planning import plan
 from ullage.ranks.world import agreement, gather
 from ullage.training.batches import targets
@@ -181,23 +181,11 @@ class CapacityFinder:
     @contextlib.contextmanager
     def _nothing_left_behind(self, model: nn.Module) -> Iterator[None]:
         """Put random states, buffers, modes and plain attributes of all modules back, and the trainer's own ones."""
-        own = dict(vars(self._trainer))
-        modules = [(each, each.training, _plain(each), dict(each._buffers)) for each in model.modules()]
-        values = {id(each): (each, each.detach().clone()) for each in model.buffers()}
-        device = self._trainer.args.device
+        own, device = dict(vars(self._trainer)), self._trainer.args.device
         try:
-            with random_states_kept([device] if device.type == "cuda" else []):
+            with random_states_kept([device] if device.type == "cuda" else []), modules_kept(model):
                 yield
         finally:
-            for module, training, plain, buffers in modules:
-                vars(module).update(plain)
-                module.training = training
-                # A buffer may have been replaced, by one for longer rows for example.
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            with torch.no_grad():
-                for buffer, value in values.values():
-                    buffer.copy_(value)
             for name in set(vars(self._trainer)) - set(own):
                 delattr(self._trainer, name)
             vars(self._trainer).update(own)
@@ -222,15 +210,6 @@ class CapacityFinder:
             return gradients  # its state is there already
         held = [each for group in optimizer.param_groups for each in group["params"]]
         return gradients + int(state_bytes(optimizer) * sum(each.numel() for each in held))
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers, words or nothing, such as the length that its cache is made for."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> float:

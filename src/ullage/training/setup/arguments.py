@@ -6,9 +6,7 @@ import contextlib
 import io
 import os
 import re
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,7 +139,6 @@ def join_deepspeed(arguments: Any) -> None:
         return
     from ullage.training.deepspeed import init_distributed
 
-    remove_abandoned_locks()
     with contextlib.redirect_stdout(io.StringIO()):  # what it says of itself, on every rank
         init_distributed()
 
@@ -263,50 +260,6 @@ def _refuse_own_packing(arguments: Any) -> None:
                 found=f"{name}=True, packing_capacity={arguments.packing_capacity}",
                 hint=f"leave {name} out: each step is packed as it is drawn, without cutting a sequence",
             )
-
-
-def remove_abandoned_locks(folder: Path | None = None, grace: float = 0.5) -> list[Path]:
-    """Remove the locks that no running process holds, and return them. Does nothing on systems without /proc.
-
-    ``folder``: torch's folder of extensions, found by itself. ``grace``: seconds between two looks, because a lock
-    that is just being released is held by nobody for a moment.
-
-    torch compiles an extension under a lock: a file that exists while a process holds it open. Whoever is killed while
-    it compiles leaves the file, and every later process waits for it without a word. DeepSpeed compiles its own
-    optimizers when they are first used. Source: ``torch/utils/file_baton.py``.
-    """
-    if folder is None:
-        from torch.utils.cpp_extension import get_default_build_root
-
-        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not Path("/proc/self/fd").is_dir():
-        return []
-    abandoned = _unheld(_locks(folder))
-    if abandoned:
-        time.sleep(grace)
-        abandoned = _unheld(abandoned)
-    for lock in abandoned:
-        lock.unlink(missing_ok=True)
-    return abandoned
-
-
-def _locks(folder: Path) -> list[Path]:
-    # <folder>/<extension>/lock, or one level deeper: torch's default has a folder per Python and CUDA version.
-    return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
-
-
-def _unheld(locks: list[Path]) -> list[Path]:
-    """Those that exist and that no process has open."""
-    # By inode number without the device: a file of the same number elsewhere only keeps a lock that could have gone.
-    wanted = {lock.stat().st_ino: lock for lock in locks if lock.exists()}
-    if wanted:
-        for handle in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                held = handle.stat()
-            except OSError:  # gone, or somebody else's
-                continue
-            wanted.pop(held.st_ino, None)
-    return list(wanted.values())
 
 
 # Published peaks in bfloat16 and float16, dense, with float32 sums: what model FLOPs are divided by. Sources: the data

@@ -33,7 +33,6 @@ class NoiseHooks:
             raise InputError(
                 "a recurrent model takes no noise on its embeddings",
                 where="TrainingArguments.neftune_noise_alpha",
-                expected=None,
                 found=embedding.neftune_noise_alpha,
                 hint="leave it out",
             )
