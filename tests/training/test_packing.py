@@ -318,3 +318,15 @@ def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
             expected += model.config.router_aux_loss_coef * float(out.aux_loss) * microbatch.numel() / packed.num_tokens
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx([expected], rel=1e-5)
+
+
+def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
+    model = transformers.BertForMultipleChoice(
+        transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    question = {"input_ids": [[5, 6, 7], [5, 6]], "attention_mask": [[1, 1, 1], [1, 1]], "label": 0}
+    arguments = TrainingArguments(str(tmp_path), packing_capacity=64, report_to=[], use_cpu=True)
+    with pytest.raises(InputError, match=r"multiple choice cannot be packed.*BertForMultipleChoice"):
+        Trainer(model, arguments, train_dataset=[question])
+    with pytest.raises(InputError, match=r"sample 1, attention_mask.*one entry per token, found a list of 2"):
+        RaggedCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}, question])

@@ -24,7 +24,7 @@ from ullage.errors import InputError
 from ullage.layout import Layout
 from ullage.mixers.by_lengths import TARGET_LENGTH_NAMES, PackedRow, call_by_lengths, join_outputs, require_cuttable
 from ullage.mixers.ways import Way
-from ullage.mixers.whole import CU_CHOICES, call_choices, call_whole
+from ullage.mixers.whole import call_whole
 from ullage.rows import LENGTH_NAMES, Calls, read_row, usual_positions
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -242,8 +242,6 @@ class ModelForward(Forward):
     def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         taken = self.parameters
         keywords = {**dict(zip(taken, arguments)), **keywords}
-        if keywords.get(CU_CHOICES) is not None:
-            return call_choices(self.module, lambda choices: self._packed((), choices), keywords)
         targets = _targets_as_rows(keywords)
         row = PackedRow.of(keywords, targets)
         assert row is not None

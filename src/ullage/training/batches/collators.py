@@ -16,7 +16,6 @@ import numpy as np
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.schema import POSITION_NAMES, behind_padding
-from ullage.training.batches.choices import as_one, choices_of, refuse_choices
 
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.
@@ -30,9 +29,6 @@ class RaggedCollator:
     A sample's ``attention_mask`` is used up: what it masks is cut away from every field of its length, so samples
     that a tokenizer padded come out without padding; places of answers (``start_positions``, ``end_positions``) are
     then counted from the first token. ``label`` and ``label_ids`` become ``labels``.
-
-    A sample of multiple choice, whose fields are lists with an entry per choice, stays one item of the batch
-    (:mod:`ullage.training.batches.choices`).
 
     A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
 
@@ -53,12 +49,9 @@ class RaggedCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
-        prepared = [_prepared(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
+        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
-        if not self.flattened:
-            return batch
-        refuse_choices(batch, "RaggedCollator(flattened=True)")
-        return _flattened(batch)
+        return _flattened(batch) if self.flattened else batch
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,6 @@ class PackedSequenceCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = RaggedCollator(labels_from=self.labels_from, per_sequence=self.per_sequence)(samples)
         assert isinstance(batch, RaggedBatch)
-        refuse_choices(batch, "PackedSequenceCollator")
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
@@ -150,10 +142,6 @@ def _are_unequal(samples: Sequence[Any], pads: Sequence[str]) -> bool:
             counts = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
             if counts and name not in pads and lengths.setdefault(name, len(value)) != len(value):
                 return True
-        for choice in choices_of(sample) or ():
-            for name, value in choice.items():
-                if lengths.setdefault(f"{name} of a choice", len(value)) != len(value):
-                    return True
     return any(SEQ_LENGTHS in sample for sample in samples)
 
 
@@ -192,20 +180,21 @@ def _with_labels(sample: Mapping[str, Any], labels_from: str | None) -> dict[str
     return fields
 
 
-def _prepared(sample: dict[str, Any], i: int) -> dict[str, Any]:
-    """The sample without padding, its choices end to end if it has several."""
-    choices = choices_of(sample)
-    if choices is None:
-        return _without_mask(sample, i)
-    return as_one(sample, [_without_mask(choice, f"{i}, choice {k}") for k, choice in enumerate(choices)])
-
-
-def _without_mask(sample: dict[str, Any], i: int | str) -> dict[str, Any]:
+def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
     """The sample cut to the tokens that its attention mask keeps, without the mask."""
     if "attention_mask" not in sample:
         return sample
-    mask = np.asarray(sample.pop("attention_mask")) != 0
-    if mask.ndim != 1 or mask.all():
+    given = sample.pop("attention_mask")
+    if given.ndim > 1 if hasattr(given, "ndim") else len(given) > 0 and hasattr(given[0], "__len__"):
+        raise InputError(
+            "a sample is one sequence",
+            where=f"sample {i}, attention_mask",
+            expected="one entry per token",
+            found=f"a list of {len(given)}",
+            hint="DataCollatorForMultipleChoice pads questions with several choices, without packing_capacity",
+        )
+    mask = np.asarray(given) != 0
+    if mask.all():
         return sample
     real = np.flatnonzero(mask)
     if len(real) == 0:

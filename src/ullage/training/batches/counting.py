@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL, POSITION_NAMES
-from ullage.training.batches.choices import apart, has_choices
 from ullage.training.batches.targets import num_tokens_each
 
 
@@ -64,8 +63,7 @@ def knows_padding(inputs: Any, main_input: str) -> bool:
 def num_padded_tokens(inputs: Any, main_input: str) -> int:
     """Elements of the same batch when padded to its longest sequence."""
     if isinstance(inputs, RaggedBatch):
-        rows = apart(inputs)[0] if has_choices(inputs) else inputs
-        return rows.layout.num_items * rows.max_seqlen
+        return inputs.layout.num_items * inputs.max_seqlen
     value = inputs if isinstance(inputs, (Tensor, PackedSequence)) else value_of(inputs, main_input)
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0]) * len(value.batch_sizes)
@@ -204,7 +202,7 @@ def require_capacity(batch: RaggedBatch, capacity: int, per_sample: int = 1, *, 
 def over_capacity(sample: int, capacity: int, length: int, *, truncates: bool) -> SampleError:
     """The error for a sequence of ``length`` tokens that no microbatch of a packed step can hold.
 
-    ``truncates``: whether ``packing_oversize='truncate'`` may be chosen; it would cut pairs, targets and choices.
+    ``truncates``: whether ``packing_oversize='truncate'`` may be chosen; it would cut pairs and targets.
     """
     cut = "set packing_oversize to 'truncate' or 'drop'"
     if not truncates:

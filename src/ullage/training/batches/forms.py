@@ -30,7 +30,6 @@ from ullage.layout import Layout
 from ullage.mixers.wrappers import bare, has_learned_prompt
 from ullage.rows import read_row
 from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
-from ullage.training.batches import choices
 
 logger = logging.get_logger(__name__)
 
@@ -96,10 +95,6 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     ``pad_token_id``: the id in padding.
     """
     ids: dict[str, int] = dict.fromkeys(("input_ids", "decoder_input_ids"), pad_token_id)
-    if choices.has_choices(batch):
-        if form not in ("flattened", "mask"):
-            choices.refuse_choices(batch, f"a model that takes {form}")
-        return choices.flattened(batch) if form == "flattened" else choices.padded(batch, ids)
     if form == "flattened":
         keywords = batch.to_flattened()
         # to_flattened sets each sequence's first label to -100, so that a shift never crosses a boundary. Without a

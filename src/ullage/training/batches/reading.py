@@ -23,14 +23,12 @@ from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_sh
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.whole import require_multiple_choice
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.movement import to_device
 from ullage.rows import beginnings, read_row
 from ullage.schema import IGNORED_LABEL, is_target
 from ullage.training.batches import counting, forms
-from ullage.training.batches.choices import has_choices, joined
 from ullage.training.batches.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.batches.packed_batch import refuse_as_one
 from ullage.training.setup.arguments import weight_field
@@ -139,10 +137,7 @@ class BatchReader:
 
     def as_ragged(self, batch: Any) -> RaggedBatch:
         """A batch of any collator that knows its sequences (:func:`as_ragged`)."""
-        ragged = as_ragged(batch, self.main_input, pairs=self.takes_pairs)
-        if has_choices(ragged):
-            require_multiple_choice(self.model)
-        return ragged
+        return as_ragged(batch, self.main_input, pairs=self.takes_pairs)
 
     @property
     def form(self) -> str:
@@ -290,8 +285,6 @@ def _embedding_of(model: nn.Module) -> int | None:
 # ===================================================  ==========================================================
 # one row [1, T] with ``cu_seq_lens_q``                those bounds: transformers' ``DataCollatorWithFlattening``
 #                                                      with ``return_flash_attn_kwargs``, TRL's padding-free collator
-# padded rows [N, C, L] with ``attention_mask``        the mask, C choices of one question per row:
-#                                                      ``DataCollatorForMultipleChoice``
 # padded rows [N, L] with ``attention_mask``           the mask, one sequence per row: ``DataCollatorWithPadding``,
 #                                                      ``DataCollatorForLanguageModeling``, ``DataCollatorForSeq2Seq``
 # rows with ``position_ids`` or ``seq_idx``, no mask   positions that begin anew: ``DataCollatorWithFlattening``
@@ -398,8 +391,6 @@ def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None
 def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> RaggedBatch:
     """Sequences of padded rows, one per row, told by the mask."""
     mask = fields["attention_mask"]
-    if mask.ndim == 3 and mask.shape[:2] == shape:
-        return _questions(fields, shape)
     positions = fields.get("position_ids")
     if positions is not None:
         _require_running(positions, mask)
@@ -412,15 +403,6 @@ def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> R
     nested = _nested(targets)
     fields = {name: batch[name] for name in batch.names} | nested
     return RaggedBatch(fields, batch.layout, (*batch.per_sequence, *nested))
-
-
-def _questions(fields: dict[str, Tensor], shape: tuple[int, ...]) -> RaggedBatch:
-    """Questions of padded rows [N, C, L], each with C choices."""
-    full = fields["attention_mask"].shape
-    rows = {name: tensor.flatten(0, 1) for name, tensor in fields.items() if tuple(tensor.shape[:3]) == tuple(full)}
-    batch = _padded(rows, (shape[0] * shape[1], full[2]), pairs=False)
-    rest = {name: tensor for name, tensor in fields.items() if name not in rows}
-    return joined(batch, rest, shape[1])
 
 
 def _require_running(positions: Tensor, mask: Tensor) -> None:

@@ -79,20 +79,27 @@ def require_equal_calls(model: nn.Module) -> None:
 
 
 def truncation_problem(model: nn.Module) -> InputError | None:
-    """The error where a plan would cut an encoder-decoder's targets, or the last choices of a question; else None."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        what, together = "targets", "source and target count"
-    elif is_multiple_choice(model):
-        what, together = "choices", "those of a question count"
-    else:
+    """The error where a plan would cut an encoder-decoder's targets; None for any other model."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     return InputError(
-        f"packing_oversize='truncate' would cut {what}: {together} as one length",
+        "packing_oversize='truncate' would cut targets: source and target count as one length",
         where=type(model).__name__,
         expected="'error' or 'drop'",
         found="'truncate'",
         hint="cut samples before they are collated",
     )
+
+
+def refuse_choices(model: nn.Module) -> None:
+    """Raise ``InputError`` for a head of multiple choice."""
+    if is_multiple_choice(model):
+        raise InputError(
+            "multiple choice cannot be packed: a sample is several sequences, which are compared with each other",
+            where=type(model).__name__,
+            expected="one sequence per sample",
+            hint="leave packing_capacity out",
+        )
 
 
 def refuse_images(trainer: Any) -> None:

@@ -41,7 +41,7 @@ from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, cost_of, num_parameters
-from ullage.training.step.packable import refuse_images, require_equal_calls, truncation_problem
+from ullage.training.step.packable import refuse_choices, refuse_images, require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.verifying import PackingProof
 
@@ -219,6 +219,7 @@ class Packer:
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
         refuse_images(self._trainer)
+        refuse_choices(self._reader.model)
         if self._sharding is None:  # otherwise whoever sharded it has packed it
             self.proof.pack(self._reader.model)
         self.weigher.require_weighable()

@@ -23,7 +23,7 @@ from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
 from ullage.mixers.ways import Candidates, Way
 from ullage.ranks.world import gather, rank_here
-from ullage.training.batches import choices, targets
+from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of
@@ -218,8 +218,7 @@ class PackingProof:
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
-        # A head of multiple choice scores each choice by itself: one of each question.
-        each = [choices.last_choice(batch) if choices.has_choices(batch) else targets.apart(batch) for batch in chosen]
+        each = [targets.apart(batch) for batch in chosen]
         samples = [dict(sample) for batch in each for sample in batch.samples()]
         if self._packer.padded_loss is not None:
             # Its loss is made of rows; what the model makes of the tokens is what packing could change.
