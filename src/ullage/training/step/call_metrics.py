@@ -17,16 +17,15 @@ Source: TRL 1.16, ``compute_loss`` and ``_compute_loss`` of its trainers.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from accelerate.utils import gather_object
-from torch import Tensor
-
+from ullage.ranks import Axis
+from ullage.ranks.wire import dumps, gather_records
 from ullage.replacing import replaced
 from ullage.training.loss.divisions import nearest_in
 
@@ -128,8 +127,6 @@ class CallMetrics:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        #: Metrics in the order in which ranks send them; the same on every rank.
-        self._names: list[str] | None = None
 
     @property
     def are_kept(self) -> bool:
@@ -165,42 +162,18 @@ class CallMetrics:
     def merge(self, calls: Iterable[Taken], mode: str, num_tokens: int = 0) -> None:
         """Append one value per metric to the trainer's lists; ``num_tokens``: real tokens over all ranks.
 
-        Collective on several ranks: one gather, and one more where a rank has met a name that no table has. Waits for
-        the device.
+        Collective on several ranks: one gather.
         """
         if not self.are_kept:
             return
-        calls, trainer, rules = list(calls), self._trainer, rules_of(self._trainer)
-        if self._names is None:
-            self._names = sorted({_TOTAL, *(name for name, rule in rules.items() if isinstance(rule, str))})
-        merged = _values(rules, [*self._of_ranks(_merged_calls(calls, rules))])
+        trainer, rules = self._trainer, rules_of(self._trainer)
+        ranks = gather_records(dumps(_merged_calls(calls, rules)), Axis.world())
+        merged = _values(rules, [json.loads(record) for record in ranks])
         if merged.pop(_TOTAL, None) is not None and hasattr(trainer, "_total_train_tokens"):
             trainer._total_train_tokens += num_tokens
             trainer._metrics[mode][_TOTAL] = [trainer._total_train_tokens]
         for name, value in merged.items():
             trainer._metrics[mode].setdefault(name, []).append(value)
-
-    def _of_ranks(self, mine: Mapping[str, tuple[float, float]]) -> Iterator[dict[str, tuple[float, float]]]:
-        """What every rank has merged, by rank."""
-        assert self._names is not None
-        ranks, device = self._trainer.args.world_size, self._trainer.args.device
-        if ranks == 1:
-            yield dict(mine)
-            return
-        # [2 · names + 1] per rank: value and weight of each known metric, and whether it has met one more.
-        rows = self._gathered(mine, device)
-        if bool(rows[:, -1].any()):
-            found = gather_object([name for name in mine if name not in self._names])
-            self._names += sorted(set(found))
-            rows = self._gathered(mine, device)
-        for row in rows.tolist():
-            yield {name: (row[2 * k], row[2 * k + 1]) for k, name in enumerate(self._names)}
-
-    def _gathered(self, mine: Mapping[str, tuple[float, float]], device: torch.device) -> Tensor:
-        assert self._names is not None
-        row = [number for name in self._names for number in mine.get(name, (0.0, 0.0))]
-        row.append(float(any(name not in self._names for name in mine)))
-        return self._trainer.accelerator.gather(torch.tensor([row], dtype=torch.float64, device=device))
 
 
 def _merged_calls(calls: Iterable[Taken], rules: Mapping[str, Rule]) -> dict[str, tuple[float, float]]:
