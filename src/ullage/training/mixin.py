@@ -57,7 +57,7 @@ from ullage.training.step.metering import TokenMeter
 from ullage.training.step.noise import NoiseHooks
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl.losses.known import padded_loss_of
+from ullage.training.trl.losses import padded_loss_of
 
 logger = logging.get_logger(__name__)
 
