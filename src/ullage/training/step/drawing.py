@@ -269,6 +269,8 @@ def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = F
         vars(inner)["dataset"] = EverySample(part)
 
 
+_logger = logging.getLogger(__name__)
+
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
 #: each rank, and the number of the ``epoch`` if it is not the one that transformers computes.
 _DRAWN = "ullage_batches_drawn"
@@ -301,89 +303,6 @@ class Epoch:
     @classmethod
     def of(cls, ranks: int, number: int = 0, steps_before: int = 0) -> Epoch:
         return cls(np.zeros(ranks, np.int64), np.ones(ranks, bool), number, steps_before=steps_before)
-
-
-def continued(trainer: Any, progress: dict[str, Any]) -> dict[str, Any] | None:
-    """The keywords of transformers' ``_run_epoch``, with the place that a checkpoint tells.
-
-    None for an epoch that was trained before the checkpoint.
-    """
-    if _resumes(trainer, progress):
-        _require_same_steps(trainer, progress["num_update_steps_per_epoch"])
-    kept: Any = trainer.state.stateful_callbacks.get(_DRAWN)
-    number = progress.get("epoch", 0)
-    if not _resumes(trainer, progress) or not isinstance(kept, dict) or number > kept.get("epoch", -1):
-        return progress
-    if number < kept["epoch"]:
-        return None
-    steps = kept["steps"] * trainer.args.gradient_accumulation_steps
-    return {**progress, "epochs_trained": number, "steps_trained_in_current_epoch": steps}
-
-
-def _require_same_steps(trainer: Any, steps_per_epoch: int) -> None:
-    """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
-    state, (_, ranks) = trainer.state, data_ranks(trainer)
-    if sharding_of(trainer.model) is None or not state.epoch:
-        return
-    before = state.global_step / state.epoch
-    if abs(before - steps_per_epoch) >= 0.5:
-        each = trainer.args.per_device_train_batch_size
-        raise CheckpointError(
-            "the run would go on with steps of another size",
-            where=f"step {state.global_step}",
-            expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
-            found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
-            hint="choose per_device_train_batch_size and dp whose product is that of the run",
-        )
-
-
-def begin(
-    trainer: Any,
-    epoch: int = 0,
-    epochs_trained: int = 0,
-    steps_trained_in_current_epoch: int = 0,
-    num_update_steps_per_epoch: int = 0,
-    **others: Any,
-) -> Epoch:
-    """The beginning of the epoch: at its first batch, or behind those that were trained on before a checkpoint."""
-    args = trainer.args
-    rank, number = data_ranks(trainer)
-    begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
-    drawn = trainer.state.stateful_callbacks.pop(_DRAWN, None)
-    if not _resumes(trainer, others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
-        return begun
-    # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
-    # them from the recorded sampler, so their indices wait in front of those of the first real batch.
-    begun.recorded = steps_trained_in_current_epoch
-    begun.steps = begun.recorded // args.gradient_accumulation_steps
-    begun.given[:] = begun.steps
-    # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
-    # ended). Those ahead are skipped here in addition; a rank with fewer has nothing left.
-    if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
-        begun.given = np.array(drawn["given"], np.int64)
-        begun.live = begun.given >= begun.steps
-        begun.ahead = max(0, int(begun.given[rank]) - begun.steps)
-    return begun
-
-
-def keep_place(trainer: Any, epoch: Epoch) -> None:
-    """Count a step that was drawn, and keep for a checkpoint what transformers would not find again."""
-    epoch.steps += 1
-    elsewhere = epoch.steps_before + epoch.steps != trainer.state.global_step + 1
-    # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-    if elsewhere or len(set(epoch.given.tolist())) > 1:
-        kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
-        trainer.state.stateful_callbacks[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
-
-
-def _resumes(trainer: Any, progress: dict[str, Any]) -> bool:
-    return progress.get("resume_from_checkpoint") is not None and not trainer.args.ignore_data_skip
-
-
-_logger = logging.getLogger(__name__)
-
-#: The most batches of a rank that are read on only to be counted, where the epoch ends without them.
-_MOST_COUNTED = 100
 
 
 class StepSource:
@@ -429,21 +348,95 @@ class StepSource:
         self._indices = SampleIndices(loader)
         return loader
 
+    # The place in the epoch.
+
     @contextlib.contextmanager
     def epoch(self, **progress: Any) -> Iterator[dict[str, Any] | None]:
         """An epoch of the trainer. ``progress``: the keywords of transformers' ``_run_epoch``.
 
         Gives the keywords to run it with; None for an epoch that was trained before the checkpoint.
         """
-        place = continued(self._trainer, progress)
+        place = self._continued(progress)
         if place is None:
             yield None
             return
-        self._epoch = begin(self._trainer, **place)
+        self._epoch = self._begun(**place)
         try:
             yield place
         finally:
             self._epoch, self._is_empty = None, False
+
+    def _continued(self, progress: dict[str, Any]) -> dict[str, Any] | None:
+        """The keywords of the epoch, with the place that a checkpoint tells; None where it was trained before that."""
+        if not self._resumes(progress):
+            return progress
+        self._require_same_steps(progress["num_update_steps_per_epoch"])
+        kept: Any = self._trainer.state.stateful_callbacks.get(_DRAWN)
+        number = progress.get("epoch", 0)
+        if not isinstance(kept, dict) or number > kept.get("epoch", -1):
+            return progress
+        if number < kept["epoch"]:
+            return None
+        steps = kept["steps"] * self._trainer.args.gradient_accumulation_steps
+        return {**progress, "epochs_trained": number, "steps_trained_in_current_epoch": steps}
+
+    def _resumes(self, progress: dict[str, Any]) -> bool:
+        return progress.get("resume_from_checkpoint") is not None and not self._trainer.args.ignore_data_skip
+
+    def _require_same_steps(self, steps_per_epoch: int) -> None:
+        """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
+        state, (_, ranks) = self._trainer.state, data_ranks(self._trainer)
+        if sharding_of(self._trainer.model) is None or not state.epoch:
+            return
+        before = state.global_step / state.epoch
+        if abs(before - steps_per_epoch) >= 0.5:
+            each = self._trainer.args.per_device_train_batch_size
+            raise CheckpointError(
+                "the run would go on with steps of another size",
+                where=f"step {state.global_step}",
+                expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
+                found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
+                hint="choose per_device_train_batch_size and dp whose product is that of the run",
+            )
+
+    def _begun(
+        self,
+        epoch: int = 0,
+        epochs_trained: int = 0,
+        steps_trained_in_current_epoch: int = 0,
+        num_update_steps_per_epoch: int = 0,
+        **others: Any,
+    ) -> Epoch:
+        """The beginning of an epoch: at its first batch, or behind those that were trained on before a checkpoint."""
+        rank, number = data_ranks(self._trainer)
+        begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
+        drawn: Any = self._trainer.state.stateful_callbacks.pop(_DRAWN, None)
+        if not self._resumes(others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
+            return begun
+        # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
+        # them from the recorded sampler, so their indices wait in front of those of the first real batch.
+        begun.recorded = steps_trained_in_current_epoch
+        begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
+        begun.given[:] = begun.steps
+        # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
+        # ended): of 4 steps that were given [3, 5] batches, rank 0 has ended, and rank 1 skips one more.
+        if drawn is not None and drawn["steps"] == begun.steps and len(drawn["given"]) == len(begun.given):
+            begun.given = np.array(drawn["given"], np.int64)
+            begun.live = begun.given >= begun.steps
+            begun.ahead = max(0, int(begun.given[rank]) - begun.steps)
+        return begun
+
+    def _keep_place(self, epoch: Epoch) -> None:
+        """Count a step that was drawn, and keep for a checkpoint what transformers would not find again."""
+        state = self._trainer.state
+        epoch.steps += 1
+        elsewhere = epoch.steps_before + epoch.steps != state.global_step + 1
+        # What is resumed skips one batch a step; this says which ranks are further, or have ended.
+        if elsewhere or len(set(epoch.given.tolist())) > 1:
+            kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
+            state.stateful_callbacks[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
+
+    # Drawing.
 
     def draw_step(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -466,12 +459,12 @@ class StepSource:
         # An unequal step: keep what every rank has, and count labels again, because the first count has those of
         # batches that are now left out.
         if fewest < met.batches.max():
-            self._tell_of_unused(epoch_iterator, len(batches) - fewest, device)
+            self._tell_of_unused(met.batches)
             batches = batches[:fewest]
             met = self._count_together(batches, device)
         if not fewest:
             return [], None
-        keep_place(self._trainer, epoch)
+        self._keep_place(epoch)
         for batch in batches:
             self._count_batch(batch)
         return batches, self._num_items(met.labels, met.complete)
@@ -524,30 +517,17 @@ class StepSource:
                 place = f"{rank}sample {sample} of the batch"
             raise error.at(place) from None
 
-    def _tell_of_unused(self, iterator: Iterator[Any], number: int, device: torch.device) -> None:
-        """Warn once per run that an epoch ends before a rank has used up its data. Collective.
-
-        ``number``: batches that this rank has drawn for nothing; what it would have drawn further is read to count it.
-        """
-        if self._has_warned_of_unused:
+    def _tell_of_unused(self, drawn: Int64) -> None:
+        """Warn once per run that an epoch ends before some ranks have used up their data. ``drawn``: by each rank."""
+        if self._has_warned_of_unused or not self._trainer.is_world_process_zero():
             return
         self._has_warned_of_unused = True
-        if number:
-            with contextlib.suppress(Exception):  # what is not trained on cannot be in the way
-                number += sum(1 for _ in itertools.islice(iterator, _MOST_COUNTED))
-        unused = self._gathered([number], device)[:, 0].tolist()
-        if self._trainer.is_world_process_zero():
-            counts = [
-                f"{'at least ' if count > _MOST_COUNTED else ''}{count} of rank {rank}"
-                for rank, count in enumerate(unused)
-                if count
-            ]
-            _logger.warning(
-                "the data of rank %s ended first, and the epoch with them on all ranks: batches not used: %s. Give "
-                "every rank as many, or pack them (packing_capacity=...), where the others fill the step.",
-                ", ".join(str(rank) for rank, count in enumerate(unused) if not count),
-                ", ".join(counts),
-            )
+        _logger.warning(
+            "the data of rank %s ended first, and the epoch with them on all ranks: what the others have left is not "
+            "used. Give every rank as many batches, or pack them (packing_capacity=...), where the others fill the "
+            "step.",
+            ", ".join(map(str, np.flatnonzero(drawn == drawn.min()))),
+        )
 
     def _packed_step(
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
@@ -572,7 +552,7 @@ class StepSource:
         if wanted == number:
             epoch.ended = True
             return [], None
-        keep_place(self._trainer, epoch)
+        self._keep_place(epoch)
         packed = self._packer.pack(drawn)
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
