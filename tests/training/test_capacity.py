@@ -192,10 +192,6 @@ def test_a_checkpoint_keeps_the_number_and_a_run_that_continues_uses_it(tmp_path
     again = capacity_script.train(str(tmp_path), resume=str(tmp_path / "checkpoint-2"), **options)
     assert again["capacity"] == whole["capacity"]
     assert again["losses"][-2:] == whole["losses"][-2:]
-    room(2**20)
-    with pytest.raises(InputError, match="the capacity of the checkpoint does not fit here") as error:
-        capacity_script.train(str(tmp_path), resume=str(tmp_path / "checkpoint-2"), **options)
-    assert f"{whole['capacity']:,} tokens" in error.value.expected
 
 
 @pytest.mark.slow

@@ -86,8 +86,15 @@ class CapacityFinder:
         options = self._packer.options
         if options is None or not options.is_open:
             return
-        several = self._trainer.args.world_size > 1
         kept: Any = self._trainer.state.stateful_callbacks
+        if _FOUND not in kept:
+            kept[_FOUND] = self._found(model, options.strategy)
+        self._packer.found_capacity = kept[_FOUND]
+        self._packer.forget_options()
+
+    def _found(self, model: nn.Module, strategy: str) -> int:
+        """The capacity that dry runs find, the same on every rank. ``strategy``: of the plans. Collective."""
+        several = self._trainer.args.world_size > 1
         with self._nothing_left_behind(model):
             with agreement(several, "preparing the search for a capacity"):
                 rows = _Rows.of(self._trainer, self._reader)
@@ -95,18 +102,13 @@ class CapacityFinder:
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
             self._run(model, rows, min(FIRST[0], rows.most), memory)
             # So is what the planner loads.
-            plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=options.strategy)
+            plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=strategy)
             memory.settle()
             limit = memory.limit(self._trainer.args.packing_memory)
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
-            if _FOUND in kept:
-                found = self._confirmed(int(kept[_FOUND]), model, rows, memory, room)
-            else:
-                found = self._searched(model, rows, memory, room)
+            found = self._searched(model, rows, memory, room)
             memory.settle()  # gives back what the runs have left
-        kept[_FOUND] = found
-        self._packer.found_capacity = found
-        self._packer.forget_options()
+        return found
 
     def _searched(self, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
         several = self._trainer.args.world_size > 1
@@ -135,21 +137,6 @@ class CapacityFinder:
                 f"weights, gradients and the optimizer's state on the rank that has least; measured: {runs}"
             )
         return search.largest
-
-    def _confirmed(self, capacity: int, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
-        """The capacity of a checkpoint, if it fits here too."""
-        # Towards it in steps, as in a search: a row that is far too long would end the process.
-        for tokens in (capacity // 16, capacity // 4, capacity):
-            used = self._run(model, rows, max(tokens, MULTIPLE), memory)
-            if used > room:
-                raise InputError(
-                    "the capacity of the checkpoint does not fit here",
-                    where="TrainingArguments.packing_capacity='auto'",
-                    expected=f"{capacity:,} tokens, as the run began with, in {memory_size(room)}",
-                    found=f"{memory_size(used)} for {max(tokens, MULTIPLE):,} tokens",
-                    hint="continue on a device with more memory, or give packing_capacity as a number",
-                )
-        return capacity
 
     # One dry run.
 
