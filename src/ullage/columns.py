@@ -98,19 +98,6 @@ class Columns:
                     column[i] = column[i][: int(lengths[i])]
         return values
 
-    def cut(self, begins: Int64, ends: Int64) -> Columns:
-        """The parts ``[begins[i, k], ends[i, k])`` of each sample, end to end; per-sequence fields stay whole.
-
-        ``begins``, ``ends`` [samples, parts]: in tokens. Views where a sample has one part.
-        """
-        values = dict(self.values)
-        parts = [[(b, e) for b, e in zip(*row) if b < e] or [(0, 0)] for row in zip(begins.tolist(), ends.tolist())]
-        for field in self.schema.fields if self.schema is not None else ():
-            if not field.per_sequence:
-                column = [[value[b:e] for b, e in row] for value, row in zip(self.values[field.name], parts)]
-                values[field.name] = [row[0] if len(row) == 1 else torch.cat(row) for row in column]
-        return Columns(self.schema, values, (ends - begins).clip(0).sum(1))
-
     def require_tokens(self, where: Callable[[int], str]) -> None:
         """Raise ``InputError`` that names the first empty sequence."""
         empty = np.flatnonzero(self.lengths == 0)

@@ -28,13 +28,6 @@ def test_ranks_read_each_other_s_memory_where_they_can_and_take_the_network_wher
         assert some == [[near and 2 not in (rank, other) for other, near in enumerate(others)], False]
 
 
-@pytest.mark.parametrize(("world", "cp"), [(6, 2), pytest.param(6, 3, marks=pytest.mark.slow)])
-def test_slices_travel_alone_and_are_those_of_the_whole(world, cp):
-    for compared, refused in values(run(cases.slices_that_travel_alone, world, cp)):
-        assert compared > 10
-        assert "cannot be cut into equal chunks" in refused
-
-
 def test_shared_microbatches_are_the_source_s():
     assert values(run(cases.share_cases, 3)) == [True] * 3
 

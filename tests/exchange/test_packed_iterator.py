@@ -11,10 +11,9 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("owners", ["every", "first"])
-def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world, owners):
+def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world):
     count, size = 41, 11
-    seen = values(run(cases.iterate, world, count, size, {"owners": owners, "pad_to_multiple_of": 4}))
+    seen = values(run(cases.iterate, world, count, size, {"pad_to_multiple_of": 4}))
     want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
     for steps in seen:
         assert all(part == want for part in steps.values()), steps
@@ -114,14 +113,14 @@ def test_two_iterators_do_not_disturb_each_other_or_the_main_thread():
 GRIDS = [
     ({"dp": 2, "cp": 2}, "every", "zigzag"),
     ({"dp": 2, "cp": 2}, "every", "contiguous"),
-    ({"cp": 4}, "first", "zigzag"),
+    ({"cp": 4}, "every", "zigzag"),
     ({"tp": 2, "dp": 2}, "ends", "zigzag"),
     ({"pp": 2, "dp": 2}, "ends", "zigzag"),
     ({"pp": 4, "tp": 2}, "ends", "zigzag"),
-    ({"dp": 2, "pp": 2, "tp": 2}, "first", "zigzag"),
+    ({"dp": 2, "pp": 2, "tp": 2}, "stages", "zigzag"),
     ({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag"),
     ({"cp": 2, "dp": 2, "tp": 2, "pp": 2}, "every", "zigzag"),
-    ({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "first", "contiguous"),
+    ({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "stages", "contiguous"),
 ]
 
 
@@ -160,7 +159,7 @@ def test_shares_and_slices_are_the_microbatch_on_every_topology(sizes, owners, o
         ({"dp": 2, "tp": 2, "pp": 2}, "ends", [1, 0, 0, 0]),
         ({"dp": 2, "tp": 2, "pp": 2}, "ends", [0, 0, 0, 1]),
         ({"dp": 2, "cp": 2, "tp": 2}, "every", [1, 1, 0, 0]),
-        ({"dp": 2, "cp": 2, "tp": 2}, "first", [0, 0, 0, 0]),
+        ({"dp": 2, "pp": 2, "tp": 2}, "stages", [0, 0, 0, 1]),
     ],
 )
 def test_one_broken_sample_raises_on_every_rank_of_a_topology(sizes, owners, where):

@@ -14,7 +14,6 @@ import ullage
 from ullage.exchange import (
     PackedIterator,
     exchange,
-    exchange_shards,
     gather_lengths,
     materialize,
     shard,
@@ -273,12 +272,10 @@ def share_cases(rank, world):
 
 def iterate(rank, world, count, size, options):
     """All steps over a data-parallel world, by each kind of source; ids by step, the same on every rank."""
-    topology = Topology.from_groups(dp=dist.group.WORLD, owners=options.pop("owners", "every"))
+    topology = Topology.from_groups(dp=dist.group.WORLD)
     everything = dataset(count, seed=count)
     lengths = lengths_of(everything)
     sources = {"shared": everything, "own": everything[rank::world], "iterable": iter(everything[rank::world])}
-    if topology.owners == "first":
-        sources = {"shared": everything, "iterable": iter(everything) if rank == 0 else None}
     steps = {}
     for name, source in sources.items():
         steps[name] = []
@@ -456,7 +453,7 @@ def whole_topology(rank, world, sizes, owners, order):
     topology = Topology.from_device_mesh(mesh_of(world, sizes, seed=world), owners=owners)
     dp, cp, pp = topology.dp, topology.cp, topology.pp
     everything = dataset(30, seed=5)
-    mine = iter(everything[dp.rank :: dp.size] if owners != "first" else everything)
+    mine = iter(everything[dp.rank :: dp.size])
     if not topology.owns_data:
         mine = None
     stages = None
@@ -538,7 +535,7 @@ def bad_topologies(rank, world):
         ),
         lambda: PackedIterator(
             [{"input_ids": [1]}],
-            Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "first"),
+            Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "ends"),
             global_batch_size=2,
             capacity=4,
             shared=True,
@@ -602,7 +599,7 @@ def dies(rank, world, folder, victim, step_of_death):
     return None, len(steps), 0.0
 
 
-# Memory that ranks of one machine share, and slices that travel alone.
+# Memory that ranks of one machine share.
 
 
 def with_and_without_shared_memory(rank, world):
@@ -625,44 +622,3 @@ def with_and_without_shared_memory(rank, world):
                 same(a, b)
     os.environ.pop("ULLAGE_SHARED_MEMORY")
     return report
-
-
-def slices_that_travel_alone(rank, world, cp):
-    """``exchange_shards`` equals ``exchange`` and then ``shard``, and an error is one on every rank."""
-    dp = world // cp
-    topology = Topology.from_device_mesh(
-        DeviceMesh("cpu", torch.arange(world).view(dp, cp), mesh_dim_names=("dp", "cp"))
-    )
-    mine, compared = topology.dp.rank, 0
-    for seed, count in enumerate([0, 1, dp, 30]):
-        samples = dataset(count, seed)[mine::dp]
-        for sample_ in samples if seed % 2 else []:
-            sample_["labels"] = sample_["labels"].to(torch.uint8 if mine else torch.int16)
-        gathered = gather_lengths(lengths_of(samples), topology)
-        for order, pad in (("zigzag", 2 * cp), ("contiguous", cp)):
-            plan = ullage.plan(
-                gathered.lengths,
-                ranks=dp,
-                capacity=48 * cp,
-                pad_to_multiple_of=pad,
-                microbatch_multiple=2,
-                oversize="truncate",
-            )
-            whole = exchange(plan, samples, topology, gathered, per_sequence=["logits"])
-            got = exchange_shards(plan, samples, topology, gathered, order=order, per_sequence=["logits"])
-            want = [shard(batch, cp, topology.cp.rank, order) for batch in whole] if count else got
-            for a, b in zip(got, want, strict=True):
-                same(a.batch, b.batch)
-                assert torch.equal(a.position_ids, b.position_ids)
-                assert a.layout == b.layout
-                assert (a.cp_size, a.cp_rank, a.order, a.added) == (b.cp_size, b.cp_rank, b.order, b.added)
-                compared += 1
-    # Slots that cannot be cut into equal chunks are refused by whoever has one, and told to all.
-    gathered = gather_lengths([3], topology)
-    plan = ullage.plan(gathered.lengths, ranks=dp, capacity=48)
-    try:
-        exchange_shards(plan, [sample(0, 3)], topology, gathered, per_sequence=["logits"])
-        refused = None
-    except ullage.UllageError as error:
-        refused = str(error)
-    return [compared, refused]

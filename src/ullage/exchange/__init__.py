@@ -11,7 +11,6 @@ from ullage.exchange.reroute import exchange, materialize
 from ullage.exchange.transfer import Route, route
 from ullage.exchange.sharding import Shard, shard, shard_index, unshard
 from ullage.exchange.sharing import share
-from ullage.exchange.slices import exchange_shards
 from ullage.exchange.steps import PackedStep
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "Route",
     "Shard",
     "exchange",
-    "exchange_shards",
     "gather_lengths",
     "materialize",
     "route",

@@ -25,12 +25,13 @@ def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str,
     if kind != MAP:
         return {"kind": kind, "dp": topology.dp.rank}
     # A fingerprint reads samples, so only where it decides something: several readers, and no answer from the caller.
-    alone = topology.dp.size == 1 or topology.owners == "first"
-    digest = fingerprint(samples) if shared is None and not alone else None
+    digest = fingerprint(samples) if shared is None and topology.dp.size > 1 else None
     return {"kind": kind, "size": len(samples), "digest": digest, "dp": topology.dp.rank}
 
 
-def compare_ranks(topology: Topology, record: dict[str, Any] | None, failure: Exception | None) -> list[dict[str, Any]]:
+def compare_topologies(
+    topology: Topology, record: dict[str, Any] | None, failure: Exception | None
+) -> list[dict[str, Any]]:
     """Gather what every rank was given, by global rank; raise on every rank if one failed or if they do not agree.
 
     Collective over the world. ``record``: this rank's, or its ``failure``.
@@ -98,7 +99,7 @@ def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: 
             raise DistributedError(
                 "ranks have different sources", where=f"rank {rank}", expected=sources[0][1]["kind"], found=source
             )
-    streams = 1 if topology.owners == "first" else topology.dp.size
+    streams = topology.dp.size
     kind = sources[0][1]["kind"]
     if kind != MAP:
         return Stream(kind, streams, shared=False)

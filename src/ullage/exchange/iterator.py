@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ullage.errors import InputError, require_int, require_one_of
-from ullage.exchange.agreement import compare_ranks, describe, stream_of
+from ullage.exchange.agreement import compare_topologies, describe, stream_of
 from ullage.exchange.source import Reader
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
 from ullage.layout import ORDERS
@@ -243,7 +243,7 @@ class PackedIterator:
             settings |= {"fields": fields and list(fields), "per_sequence": sorted(per_sequence)}
             return {"settings": settings, "source": describe(samples, topology, shared)}
 
-        records = compare_ranks(topology, *tried(local))
+        records = compare_topologies(topology, *tried(local))
         # From here on every rank has the same records, so all make the same groups or raise alike.
         stream = stream_of(records, topology, shared)
         self._device = device

@@ -36,7 +36,7 @@ from ullage.columns import Columns
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.transfer import Parcel, route, unpack, write
-from ullage.layout import Int64, Layout
+from ullage.layout import Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 from ullage.ranks.memory import Neighbours, Notice, neighbours
@@ -73,11 +73,11 @@ def exchange(
     Collective over dp. Host tensors unless the group takes device tensors only. Raises ``InputError`` on the rank whose
     samples are at fault and ``DistributedError`` on the others, or on all where ranks disagree.
     """
-    columns, failure = tried(lambda: columns_of(batch, per_sequence, fields, lambda i: local_sample(i, topology.dp)))
+    columns, failure = tried(lambda: _columns_of(batch, per_sequence, fields, lambda i: _local_sample(i, topology.dp)))
     return exchange_columns(plan, columns, failure, topology, gathered)
 
 
-def columns_of(
+def _columns_of(
     batch: Samples, per_sequence: Iterable[str], fields: Sequence[str] | None, where: Callable[[int], str]
 ) -> Columns:
     """The sequences of a batch, of several batches, or of samples, by column. Raises ``InputError``."""
@@ -98,62 +98,33 @@ def _batches(batch: Samples) -> list[RaggedBatch] | None:
     return None
 
 
+@torch.no_grad()
 def exchange_columns(
     plan: Plan | None, columns: Columns | None, failure: Exception | None, topology: Topology, gathered: Lengths
 ) -> list[RaggedBatch]:
     """:func:`exchange` of samples already read, by a rank that may have failed already: then every rank raises."""
-    schema, values, device = move(plan, columns, failure, topology, gathered)
-    assert plan is not None  # or it would have raised
-    return packed(schema, values, plan.layouts(topology.dp.rank), device)
-
-
-@torch.no_grad()
-def move(
-    plan: Plan | None,
-    columns: Columns | None,
-    failure: Exception | None,
-    topology: Topology,
-    gathered: Lengths,
-    parts: Callable[[], tuple[Int64, Int64]] | None = None,
-) -> tuple[Schema, dict[str, list[Tensor]], torch.device]:
-    """The values of the sequences that this rank runs, by field, in the order in which they are packed.
-
-    ``parts``: where the parts of each sequence that are wanted begin and end, see :meth:`ullage.columns.Columns.cut`;
-    all of each if it is ``None``. Values are views of where they arrived, until the next exchange. Returns the schema
-    of all ranks, the values, and the device where they lie.
-    """
     axis = topology.dp
     near = neighbours(axis)
     parcel = None
     if failure is None:
-        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near, parts))
+        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near))
     own = None if columns is None else columns.schema
     schemas, notices = _agree("" if plan is None else plan.digest, own or Schema(), near.notice, failure, axis)
     near.meet(notices, axis)
     assert plan is not None  # or it would have raised
     assert parcel is not None
     schema = common_schema(schemas, axis.ranks or [0])
+    # Views of where the values arrived, until the next exchange; packing copies them.
     values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, near, notices)
-    return schema, values, device
+    return _packed(schema, values, plan.layouts(axis.rank), device)
 
 
-def _prepare(
-    plan: Plan | None,
-    columns: Columns | None,
-    axis: Axis,
-    gathered: Lengths,
-    near: Neighbours,
-    parts: Callable[[], tuple[Int64, Int64]] | None,
-) -> Parcel:
+def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths, near: Neighbours) -> Parcel:
     if plan is None or columns is None:
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
-    path, first, lengths = route(plan, gathered, axis.rank), int(gathered.offsets[axis.rank]), plan.lengths
-    if parts is not None:
-        begins, ends = parts()
-        mine = slice(first, first + len(columns.lengths))
-        columns, lengths = columns.cut(begins[mine], ends[mine]), (ends - begins).clip(0).sum(1)
-    return write(columns, lengths, path, first, axis, near)
+    first = int(gathered.offsets[axis.rank])
+    return write(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis, near)
 
 
 @torch.no_grad()
@@ -188,7 +159,7 @@ def materialize(
     else:
         # Views of all sequences cost little.
         ids, rows = np.arange(count), wanted.tolist()
-        columns = columns_of(batch, (), fields, lambda i: f"sample {i}")
+        columns = _columns_of(batch, (), fields, lambda i: f"sample {i}")
     odd = np.flatnonzero(columns.lengths != plan.original_lengths[ids])
     if len(odd):
         i = int(odd[0])
@@ -199,10 +170,10 @@ def materialize(
             found=int(columns.lengths[i]),
         )
     values = columns.rows(rows, plan.lengths[wanted])
-    return packed(columns.schema or Schema(), values, plan.layouts(rank))
+    return _packed(columns.schema or Schema(), values, plan.layouts(rank))
 
 
-def local_sample(i: int, axis: Axis) -> str:
+def _local_sample(i: int, axis: Axis) -> str:
     return f"rank {axis.global_rank}, sample {i}"
 
 
@@ -230,7 +201,7 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
         i = int(odd[0])
         raise InputError(
             "a sample is not as long as gathered",
-            where=local_sample(i, axis),
+            where=_local_sample(i, axis),
             expected=int(planned[i]),
             found=int(columns.lengths[i]),
         )
@@ -297,7 +268,7 @@ def _raise_difference(rank: int, mine: Schema, usual: Schema) -> None:
     )
 
 
-def packed(
+def _packed(
     schema: Schema,
     values: Mapping[str, Sequence[Tensor]],
     layouts: Sequence[Layout],

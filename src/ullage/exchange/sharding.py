@@ -14,7 +14,7 @@ belongs to the next token may lie in another slice, so labels are shifted before
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from ullage.batch import RaggedBatch
-from ullage.errors import InputError, require_one_of
-from ullage.layout import ORDERS, Int64, Layout, require_context_rank
-from ullage.planning.placement import slots_of
-from ullage.planning.plans import Plan
+from ullage.errors import InputError
+from ullage.layout import Int64, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,9 @@ def shard(
     # are shifted while the row is whole.
     added = ()
     if shift_labels is None:
-        shift_labels = shifts_labels(batch.names, batch.per_sequence)
+        # Labels of tokens; in Megatron's samples they are shifted already.
+        names = set(batch.names)
+        shift_labels = "labels" in names - set(batch.per_sequence) and "tokens" not in names
     if shift_labels and "shift_labels" not in batch:
         batch, added = batch.with_shift_labels(), ("shift_labels",)
     # Positions count from the start of the sequence in the whole, as rotary embeddings need them.
@@ -150,52 +150,6 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
             whole = whole.index_copy(0, torch.from_numpy(part.index).to(whole.device), part.batch[name])
         values[name] = whole
     return RaggedBatch(values, first.layout, batch.per_sequence)
-
-
-def shard_parts(plan: Plan, cp_size: int, cp_rank: int, order: str) -> tuple[Int64, Int64]:
-    """Where the tokens of each sequence begin and end that a context-parallel rank holds, int64 [sequences, parts].
-
-    Pure; equal to what :func:`shard_index` picks of every microbatch of the plan, for sequences that are placed.
-    """
-    require_one_of(order, ORDERS, "order of slices")
-    require_context_rank(cp_size, cp_rank)
-    if not plan.num_microbatches:
-        return np.zeros((plan.num_sequences, 1), np.int64), np.zeros((plan.num_sequences, 1), np.int64)
-    lengths, placed = plan.lengths, plan.bins >= 0
-    degrees = np.where(placed, plan.degrees.reshape(-1)[plan.bins], 1)
-    slots = slots_of(lengths, plan.pad_to_multiple_of, degrees)
-    if order == "zigzag" and cp_size > 1:
-        chunk = slots // (2 * cp_size)
-        begins = np.stack([chunk * cp_rank, chunk * (2 * cp_size - 1 - cp_rank)], 1)
-        ends = begins + chunk[:, None]
-    else:
-        # Where each slot begins in its row, and how long that row is.
-        used = np.concatenate([[0], np.cumsum(slots[plan.order])])
-        first = plan.offsets[plan.bins]
-        size = used[plan.offsets[np.maximum(plan.bins, 0) + 1]] - used[first]
-        start = used[np.maximum(plan.inverse, 0)] - used[first]
-        begins, ends = ((size * k // cp_size - start)[:, None] for k in (cp_rank, cp_rank + 1))
-    whole = lengths[:, None]
-    begins, ends = begins.clip(0, whole), ends.clip(0, whole)
-    # Chunks that touch are one part: a view, and no copy.
-    if begins.shape[1] == 2:
-        touch = ends[:, 0] == begins[:, 1]
-        ends[touch, 0] = ends[touch, 1]
-        begins[touch, 1] = ends[touch, 1]
-    return begins, ends
-
-
-def slice_layout(layout: Layout, cp_size: int, cp_rank: int, order: str) -> tuple[Layout, Int64]:
-    """The layout of a rank's slice, and each element's position in its sequence. Raises as :func:`shard_index`."""
-    index = shard_index(layout, cp_size, cp_rank, order)
-    positions = layout.positions()[index]
-    return _local_layout(layout, index, positions), positions
-
-
-def shifts_labels(names: Iterable[str], per_sequence: Iterable[str]) -> bool:
-    """Whether a cut has to add ``shift_labels``: labels of tokens, which in Megatron's samples are shifted already."""
-    names = set(names)
-    return "labels" in names - set(per_sequence) and not names & {"tokens", "shift_labels"}
 
 
 def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:

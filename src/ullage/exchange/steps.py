@@ -110,13 +110,13 @@ class StepMaker:
     def make(self, failure: Exception | None = None) -> PackedStep | None:
         """The next step, ``None`` at the end of the stream. Raises on every rank if any rank failed.
 
-        ``failure``: of a rank that exchanges nothing and has failed already.
+        ``failure``: of a rank that owns no data and has failed already.
         """
         topology = self.topology
         # Every rank joins the same collectives in the same order, failed or not: gather over dp, lengths to the ranks
         # without data, agreement, exchange, microbatches to the ranks without data, agreement.
         columns, gathered = None, None
-        if topology.exchanges:
+        if topology.owns_data:
             taken, failure = tried(self._take_and_gather)
             if taken is not None:
                 columns, gathered = taken
@@ -131,7 +131,7 @@ class StepMaker:
         step, failure = self._place(columns, gathered)
         _agree_on(failure, "" if step is None else step.plan.digest, topology)
         # Only now: a step that failed anywhere leaves the state where it was.
-        self.given = self.given + gathered.counts[: self.stream.streams]
+        self.given = self.given + gathered.counts
         return step
 
     def relay(self, gathered: Lengths | None, failure: Exception | None) -> tuple[Lengths | None, Exception | None]:
@@ -147,7 +147,7 @@ class StepMaker:
         microbatches = None
         # Where each stage exchanges for itself, one that gets no fields exchanges none, all of its ranks alike.
         idle = topology.owners == "stages" and self.options.fields_of(topology, topology.pp.rank) == ()
-        if topology.exchanges and not idle:
+        if topology.owns_data and not idle:
             microbatches, failure = tried(lambda: exchange_columns(plan, columns, failure, topology, gathered))
         for axis in self._ways():
             fields = self._fields_along(axis)
@@ -174,9 +174,8 @@ class StepMaker:
         Collective over dp for iterables, whose ends are not known beforehand.
         """
         axis, stream, wanted = self.topology.dp, self.stream, self.options.global_batch_size
-        mine = axis.rank if axis.rank < stream.streams else None
         if stream.kind != ITERABLE:
-            quota = 0 if mine is None else int(stream.quotas(self.given, wanted)[mine])
+            quota = int(stream.quotas(self.given, wanted)[axis.rank])
             samples, failure = tried(partial(self._read, quota))
             return samples or [], failure
         # Ask each live reader for its share; those that end give less, and the others are asked for the rest. All
@@ -184,8 +183,8 @@ class StepMaker:
         given, taken = self.given.copy(), []
         while wanted and self._live.any():
             quota = deal(given, self._live, wanted)
-            samples, failure = tried(partial(self._read, 0 if mine is None else int(quota[mine])))
-            counts = gather_int64(np.array([-1 if samples is None else len(samples)]), axis)[: stream.streams, 0]
+            samples, failure = tried(partial(self._read, int(quota[axis.rank])))
+            counts = gather_int64(np.array([-1 if samples is None else len(samples)]), axis)[:, 0]
             if (counts < 0).any():
                 agree(failure, axis, "reading its samples")
             taken += samples or []
@@ -208,29 +207,20 @@ class StepMaker:
         # In the end every rank has heard once. An axis is used by a whole group of it or not at all. "ends": the
         # first stage tells the other stages along pp (tp rank 0 only), then tp rank 0 of every stage tells its peers.
         # "stages": every stage knows already, and its tp rank 0 tells its peers.
-        # "first": coordinate 0 tells cp, those ranks tell tp, and the whole first stage tells pp.
-        cp, tp, pp = self.topology.cp, self.topology.tp, self.topology.pp
+        tp, pp = self.topology.tp, self.topology.pp
         if self.topology.owners == "every":
             ways = []
         elif self.topology.owners == "ends":
             ways = [pp, tp] if tp.rank == 0 else [tp]
-        elif self.topology.owners == "stages":
-            ways = [tp]
         else:
-            ways = [pp]
-            if pp.rank == 0:
-                ways = [tp, pp] if tp.rank else [cp, tp, pp]
+            ways = [tp]
         return [axis for axis in ways if axis.size > 1]
 
     def _fields_along(self, axis: Axis) -> Sequence[str] | None:
         """The fields that travel along an axis of :meth:`_ways`: all that anyone behind it wants, ``None`` for all."""
         topology = self.topology
-        stages = range(topology.pp.size)
-        if topology.owners == "stages":
-            stages = [topology.pp.rank]
-        elif topology.owners == "ends":
-            # Both ends have their own; only the stages between may want some of the first one's.
-            stages = stages[1:-1] if axis is topology.pp else [topology.pp.rank]
+        # Along pp both ends have their own; only the stages between may want some of the first one's.
+        stages = range(1, topology.pp.size - 1) if axis is topology.pp else [topology.pp.rank]
         return _union([self.options.fields_of(topology, stage) for stage in stages])
 
     def _finish(self, microbatches: list[RaggedBatch] | None, plan: Plan) -> PackedStep:

@@ -10,8 +10,7 @@ has samples of its own to bring. Three regimes are in use:
 
 - ``"every"``: each rank has the samples of its data-parallel coordinate (NeMo-RL, verl, FSDP);
 - ``"ends"``: tensor-parallel rank 0 of the first and of the last pipeline stage, in lock-step (Megatron-LM);
-- ``"stages"``: tensor-parallel rank 0 of every pipeline stage, in lock-step (Megatron-LM's dev branch);
-- ``"first"``: rank 0 of all axes alone has the whole stream.
+- ``"stages"``: tensor-parallel rank 0 of every pipeline stage, in lock-step (Megatron-LM's dev branch).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp", "cp", "tp", "pp")
-OWNERS = ("every", "ends", "stages", "first")
+OWNERS = ("every", "ends", "stages")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def require_axis(axis: object) -> Axis:
 class Topology:
     """Sizes, coordinates and groups of the axes ``dp``, ``cp``, ``tp``, ``pp``, and which ranks own data.
 
-    ``owners``: ``"every"``, ``"ends"``, ``"stages"`` or ``"first"``, as the module says. Raises ``InputError`` for
+    ``owners``: ``"every"``, ``"ends"`` or ``"stages"``, as the module says. Raises ``InputError`` for
     another word.
 
     >>> topology = Topology.grid(rank=5, dp=4, tp=2)
@@ -283,20 +282,12 @@ class Topology:
         return self.pp.rank == self.pp.size - 1
 
     @property
-    def exchanges(self) -> bool:
-        """Whether this rank's data-parallel group is one that owns data, so that it takes part in the exchange."""
+    def owns_data(self) -> bool:
+        """Whether this rank brings samples of its own, as all ranks of its data-parallel group do or none."""
         if self.owners == "every":
             return True
-        if self.owners == "ends":
-            return self.tp.rank == 0 and (self.is_first_stage or self.is_last_stage)
-        if self.owners == "stages":
-            return self.tp.rank == 0
-        return self.cp.rank == self.tp.rank == self.pp.rank == 0
-
-    @property
-    def owns_data(self) -> bool:
-        """Whether this rank brings samples of its own."""
-        return self.exchanges and (self.owners != "first" or self.dp.rank == 0)
+        at_end = self.is_first_stage or self.is_last_stage
+        return self.tp.rank == 0 and (at_end or self.owners == "stages")
 
     def with_groups(self, groups: dict[str, ProcessGroup | None]) -> Topology:
         """The same coordinates on other process groups, by the name of the axis."""

@@ -32,7 +32,7 @@ from ullage.engines.megatron.params import core_takes_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_rows
 from ullage.engines.megatron.settings import Settings, Tail, is_dynamic, tail_of
 from ullage.errors import InputError, require_one_of
-from ullage.exchange.agreement import compare_ranks
+from ullage.exchange.agreement import compare_topologies
 from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker
@@ -90,13 +90,13 @@ class StepOfSamples(StepMaker):
     def make(self, failure: Exception | None = None) -> PackedStep | None:
         if self.rows is not None:
             # Lengths alone do not tell where a row ends. An error goes on with the samples, which all ranks wait for.
-            if self.topology.exchanges:
+            if self.topology.owns_data:
                 rows, (samples, failure) = self.rows, self.taken
                 self.all_rows, failed = tried(lambda: gather_or_fail(rows, failure, self.topology))
                 self.taken = (samples, failure or failed)
                 failure = failure or failed
             self.all_rows, failure = self.relay(self.all_rows, failure)
-            if self.topology.exchanges and failure is not None:
+            if self.topology.owns_data and failure is not None:
                 self.taken = ([], failure)
         return super().make(failure)
 
@@ -286,7 +286,7 @@ def _compare_once(topology: Topology) -> None:
     world = dist.group.WORLD if dist.is_initialized() else None
     key = (topology.owners, *(tuple(axis.ranks) for axis in topology.axes))
     if key not in _compared or _compared[key] is not world:
-        compare_ranks(topology, {"settings": {}, "source": None}, None)
+        compare_topologies(topology, {"settings": {}, "source": None}, None)
         _compared[key] = world
 
 
