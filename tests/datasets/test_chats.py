@@ -200,16 +200,10 @@ def test_a_template_comes_from_a_file_or_a_name(tmp_path):
     path.write_text(MARKED)
     use_template(given, str(path))
     assert given.chat_template == MARKED
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
-    use_template(given, str(tmp_path / "tokenizer_config.json"))
-    assert given.chat_template == PLAIN
     use_template(given, "chatml")
     assert given.chat_template == TEMPLATES["chatml"]
     with pytest.raises(InputError, match=r"no such chat template \(llama\): expected a file, or one of chatml"):
         use_template(given, "llama")
-    path.with_suffix(".json").write_text("{}")
-    with pytest.raises(InputError, match="holds no chat template"):
-        use_template(given, str(path.with_suffix(".json")))
 
 
 REFUSED = [

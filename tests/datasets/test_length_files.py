@@ -1,6 +1,5 @@
 """Lengths out of files: every format, which column, and what is said of files that are not what they seem."""
 
-import io
 import json
 
 import numpy as np
@@ -8,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ullage.datasets.files import read_lengths, read_stream
-from ullage.datasets.lengths import choose_column
+from ullage.datasets.files import choose_column, read_lengths, read_stream
 from ullage.errors import InputError
 
 LENGTHS = [17, 5, 900, 5]
@@ -41,14 +39,14 @@ def test_every_format_gives_the_same_lengths(tmp_path):
         "c.jsonl": "".join(json.dumps({"input_ids": [1] * n, "text": "x"}) + "\n" for n in LENGTHS),
         "a.json": json.dumps(LENGTHS),
         "b.json": json.dumps({"id": "x", "lengths": LENGTHS}),
-        "d.jsonl": "".join(json.dumps([0] * n) + "\n" for n in LENGTHS),
+        "d.json": json.dumps([[0] * n for n in LENGTHS]),
     }
     paths = [tmp_path / "a.npy", *(write(tmp_path / name, text) for name, text in texts.items())]
     paths.append(parquet(tmp_path / "a.parquet", {"num_tokens": LENGTHS, "id": [1, 2, 3, 4]}, row_group_size=3))
     paths.append(parquet(tmp_path / "b.parquet", {"input_ids": [[0] * n for n in LENGTHS], "labels": [[0]] * 4}))
     for path in paths:
         np.testing.assert_array_equal(read_lengths(path).lengths, LENGTHS, str(path))
-        np.testing.assert_array_equal(read_stream(io.BytesIO(path.read_bytes())).lengths, LENGTHS, str(path))
+        np.testing.assert_array_equal(read_stream(path.read_bytes()).lengths, LENGTHS, str(path))
 
 
 def test_text_is_measured_in_bytes_as_byt5_tokenizes(tmp_path):
@@ -103,32 +101,33 @@ def test_a_column_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.npy", b"17\n5\n", "not what its ending says"),
-        ("a.parquet", b"not parquet at all", "not what its ending says"),
-        ("a.csv", b"PAR1 and so on", "expected .csv, found .parquet"),
-        ("a.txt", b"\x93NUMPY\x01\x00", "expected .txt, found .npy"),
-        ("a.parquet", b"PAR1 broken", ".parquet file cannot be read"),
+        ("a.npy", b"17\n5\n", ".npy file cannot be read"),
+        ("a.parquet", b"not parquet at all", "not what its ending .parquet says"),
+        ("a.csv", b"PAR1 and so on", "the dataset is empty"),
+        ("a.txt", b"\x93NUMPY\x01\x00", "a line is not UTF-8 (a.txt, line 1)"),
+        ("a.parquet", b"PAR1 broken", "not what its ending .parquet says"),
         ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
-        ("a.csv", b"\xff\xfe\x00", "not text"),
+        ("a.csv", b"\xff\xfe\x00", "a line is not UTF-8 (a.csv, line 1)"),
         ("a.xlsx", b"?", "ending is unknown"),
-        ("a", b"?", "expected .npy, .csv, .tsv, .txt, .json, .jsonl, .parquet, .arrow, found none"),
-        ("a.csv", b"", "It is empty"),
+        ("a", b"?", "expected .npy, .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, found none"),
+        ("a.csv", b"", "the dataset is empty"),
         ("a.txt", b"\n \n", "holds no lengths"),
-        ("a.jsonl", b"\n\n", "holds no lengths"),
-        ("a.json", b"[]", "holds no lengths"),
-        ("a.jsonl", b'{"length": 5}\n{broken\n', "a line is not JSON (a.jsonl, line 2)"),
-        ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a row lacks the column (a.jsonl, row 1): expected length"),
-        ("a.jsonl", b'{"length": 5}\n7\n', "rows are of several kinds"),
-        ("a.jsonl", b'{"length": 5}\n{"length": "5"}\n', "row 1, column length"),
+        ("a.jsonl", b"\n\n", "the dataset is empty"),
+        ("a.json", b"[]", "the dataset is empty"),
+        ("a.jsonl", b'{"length": 5}\n{broken\n', "a line is no JSON object (a.jsonl, line 2)"),
+        ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a value is missing (a.jsonl, column length, row 1)"),
+        ("a.jsonl", b'{"length": 5}\n7\n', "a line is no JSON object (a.jsonl, line 2): found '7'"),
+        ("a.jsonl", b'{"length": 5}\n{"length": "x"}\n', "column length, row 1): found 'x'"),
         ("a.jsonl", b'{"length": -5}\n', "must not be negative"),
         ("a.jsonl", b'{"length": 2.5}\n', "must be integers"),
-        ("a.jsonl", b'{"length": true}\n', "neither a length nor tokens nor text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1, column text"),
+        ("a.jsonl", b'{"length": true}\n', "neither lengths nor tokens nor text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "column text, row 1"),
         ("a.jsonl", b'{"a": 5, "b": 6}\n', "expected length, input_ids or text, found a, b"),
         ("a.txt", b"5 -7", "must not be negative (a.txt, item 1)"),
         ("a.txt", b"5 nan", "must be integers"),
         ("a.txt", b"5 1e400", "must be integers"),
-        ("a.csv", b"length\n5\nx\n", "found 'x'"),
+        ("a.csv", b"length\n5\nx\n", "column length, row 1): found 'x'"),
+        ("a.csv", b"length\n5\nnan\n", "column length, row 1): found 'nan'"),
         ("a.csv", b"length\nx\n", "found 'x'"),
         ("a.csv", b"a,b\n1,2\n", "found a, b"),
         ("a.csv", b"id;length\n1;2\n", "parted by commas (a.csv): found id;length"),
@@ -167,7 +166,7 @@ def test_bad_parquet(tmp_path):
         ({"length": [1.5, 2.0]}, "must be integers"),
         ({"when": pa.array([0], pa.timestamp("s"))}, "neither lengths nor tokens nor text .*timestamp"),
         ({"a": [1], "b": [2]}, "found a, b"),
-        ({"length": pa.array([], pa.int64())}, "holds no lengths"),
+        ({"length": pa.array([], pa.int64())}, "the dataset is empty"),
     ):
         with pytest.raises(InputError, match=message):
             read_lengths(parquet(tmp_path / "a.parquet", columns))
@@ -187,10 +186,10 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     [
         ([CHAT, CHAT], "messages"),
         ([[[1, 2]], [[3]]], "list"),
-        ([[1, 2], [1.5]], "1.5|double"),
-        ([["a"], ["b", "c"]], "'a'|string"),
-        ([[True], [False]], "True|bool"),
-        ([[1], [2, None]], "row 1.*(None|missing)"),
+        ([[1, 2], [1.5]], "row 1.*found 1.5"),
+        ([["a"], ["b", "c"]], "row 0.*string"),
+        ([[True], [False]], "row 0.*bool"),
+        ([[1], [2, None]], "row 1.*found None"),
     ],
 )
 def test_lists_of_anything_but_integers_are_refused_by_name(tmp_path, ending, values, found):
@@ -220,7 +219,7 @@ def arrow(path, table, footed=False):
 def test_lists_without_tokens_count_none(tmp_path):
     table = pa.table({"input_ids": [[], [], []]})
     pq.write_table(table, tmp_path / "a.parquet")
-    for path in (tmp_path / "a.parquet", arrow(tmp_path / "a.arrow", table), write(tmp_path / "a.jsonl", "[]\n[]\n[]")):
+    for path in (tmp_path / "a.parquet", arrow(tmp_path / "a.arrow", table), write(tmp_path / "a.json", "[[], [], []]")):
         assert read_lengths(path).lengths.tolist() == [0, 0, 0]
 
 
@@ -269,7 +268,7 @@ def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
     ],
 )
 def test_a_bad_row_is_counted_from_the_beginning_of_the_file(tmp_path, values, place):
-    # Read two rows at a time.
+    # Written two rows at a time.
     with pytest.raises(InputError, match=place):
         read_lengths(arrow(tmp_path / "a.arrow", pa.table({"length": values})))
 

@@ -31,7 +31,7 @@ def test_formats_on_a_stream_agree(lengths, between):
         "\n".join(rows).encode(),
         json.dumps(lengths).encode(),
     ):
-        np.testing.assert_array_equal(read_stream(io.BytesIO(data)).lengths, lengths)
+        np.testing.assert_array_equal(read_stream(data).lengths, lengths)
 
 
 @given(lengths_of.map(np.array), st.integers(0, 3))

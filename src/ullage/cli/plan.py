@@ -225,8 +225,6 @@ def _measured(
         column: of a file.
         tokenizer: for text.
     """
-    import io
-
     from ullage.datasets.files import Measured, read_lengths, read_stream
     from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths, read_text
 
@@ -245,11 +243,9 @@ def _measured(
         text = read_text(source)
     if text.lstrip().startswith("{") and (source.lstrip().startswith("{") or _has_mode(text)):
         config = mock_config(source if source.endswith(".json") else text)
-        generated = config["mode"] != "file"
-        drawn = mock_lengths(config, n or (DEFAULT_N if generated else None), seed)
-        return f"mock {config['mode']}", Measured(drawn), config.get("max_seq_len")
+        return "mock distribution", Measured(mock_lengths(config, n or DEFAULT_N, seed)), config["max_seq_len"]
     if source == "-":
-        measured = read_stream(io.BytesIO(data), column, tokenizer)
+        measured = read_stream(data, column, tokenizer)
     elif not Path(source).suffix and not Path(source).exists():
         raise InputError("no such file or workload", where=source, expected=f"a file, or one of {', '.join(WORKLOADS)}")
     else:

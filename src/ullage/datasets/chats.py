@@ -120,9 +120,6 @@ def use_template(tokenizer: Any, template: str) -> None:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError("the chat template cannot be read", where=template, found=str(error)) from error
-        # A tokenizer_config.json holds it under this name.
-        if path.suffix == ".json":
-            text = _template_within(text, template)
         tokenizer.chat_template = text
     elif template in TEMPLATES:
         tokenizer.chat_template = TEMPLATES[template]
@@ -130,16 +127,6 @@ def use_template(tokenizer: Any, template: str) -> None:
         raise InputError(
             "there is no such chat template", where=template, expected=f"a file, or one of {', '.join(TEMPLATES)}"
         )
-
-
-def _template_within(text: str, where: str) -> str:
-    try:
-        found = json.loads(text)["chat_template"]
-    except (ValueError, KeyError, TypeError):
-        found = None
-    if not isinstance(found, str):
-        raise InputError("this file holds no chat template", where=where, expected="a text under chat_template")
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """Lengths without data: Megatron's mock distributions and samples, and the six workloads of the benchmarks.
 
-A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``: ``mode`` is ``file``
-(lengths from a CSV), ``distribution`` (``type`` lognormal, with ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``,
-``lognormal_sigma``) or ``verification`` (the same distribution with defaults; ``data_path`` names real tokens, which
-lengths do not need). The samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are
-drawn from numpy's legacy generator, by default with seed 0, as upstream draws them: the first *n* lengths here are the
-first *n* lengths there. One thing differs on purpose: upstream's CSV reader takes the first length of a file without a
-header for a header and loses it; here it is kept.
+A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``, with ``mode``
+``distribution``, ``type`` ``lognormal``, ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``, ``lognormal_sigma``. The
+samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are drawn from numpy's legacy
+generator, by default with seed 0, as upstream draws them: the first *n* lengths here are the first *n* lengths there.
 
 A workload is a function of (n, seed) that gives int64 lengths, at most its capacity, the same on every machine; but
 ``code`` counts the tokens of the running Python's own standard library and so varies with its version.
@@ -22,21 +19,19 @@ layout pads, and the mask goes by position, so that a token that happens to be t
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ullage.errors import InputError, listed, require_int
-from ullage.layout import Int64, as_lengths
+from ullage.errors import InputError, require_int
+from ullage.layout import Int64
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,13 +39,8 @@ if TYPE_CHECKING:
 #: Default number of lengths of a mock distribution, upstream's too.
 MOCK_SIZE = 1_000_000
 
+#: The numbers of a mock distribution, and their kinds.
 _LOGNORMAL = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
-_VERIFICATION_DEFAULTS = {"min_seq_len": 100, "max_seq_len": 4096, "mean_seq_len": 2048, "lognormal_sigma": 1.1}
-_MOCK_KEYS = {
-    "file": {"path"},
-    "distribution": {"type", *_LOGNORMAL},
-    "verification": {"data_path", "type", *_LOGNORMAL},
-}
 
 
 def mock_lengths(
@@ -61,8 +51,8 @@ def mock_lengths(
     Args:
         config: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
             benchmarks (mean 4096, sigma 1.1, 1024 to 8192)
-        n: number of lengths; ``None`` is all of a file and a million of a distribution; a shorter file begins again
-        seed: of a distribution
+        n: number of lengths; ``None`` is a million
+        seed: of the generator
 
     Raises ``InputError`` for unknown or missing keys, values of the wrong kind, and files that cannot be read. Source:
     see the module.
@@ -74,29 +64,18 @@ def mock_lengths(
     config = mock_config(config)
     if n is not None:
         require_int(n, "n", least=0)
-    if config["mode"] == "file":
-        where = os.fspath(config["path"])
-        lengths = numbers_of(read_cells(read_text(where), where)[1], where)
-        if n is not None:
-            # A shorter file begins again from its front.
-            lengths = np.resize(lengths, n)
-        return lengths
     return _lognormal(config, MOCK_SIZE if n is None else int(n), seed)
 
 
 def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """``config`` as a valid dict with every key. Relative paths start here, or in the JSON file's folder.
-
-    Raises ``InputError`` as :func:`mock_lengths` does.
-    """
+    """``config`` as a valid dict with every key. Raises ``InputError`` as :func:`mock_lengths` does."""
     if config is None:
         return {"mode": "distribution", "type": "lognormal", **_MEGATRON}
-    folder = Path()
     if isinstance(config, (str, os.PathLike)):
         text = os.fspath(config)
         # JSON begins with a brace; anything else is the path of a file.
         if not text.lstrip().startswith("{"):
-            folder, text = Path(text).parent, read_text(text)
+            text = read_text(text)
         try:
             config = json.loads(text)
         except ValueError as error:
@@ -104,36 +83,17 @@ def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     if not isinstance(config, Mapping):
         raise InputError("a mock distribution must be a JSON object", found=type(config).__name__)
     config = dict(config)
-    _require_mock_keys(config)
-    if config["mode"] == "file":
-        if not isinstance(config["path"], (str, os.PathLike)):
-            raise InputError("a mock distribution's path must be a string", found=config["path"])
-        path = Path(config["path"])
-        config["path"] = path if path.exists() or path.is_absolute() else folder / path
-        return config
-    if config["mode"] == "verification":
-        config = _VERIFICATION_DEFAULTS | {"type": "lognormal"} | config
+    if config.get("mode") != "distribution":
+        raise InputError("a mock distribution's mode is unknown", expected="distribution", found=config.get("mode"))
+    allowed = {"mode", "type", *_LOGNORMAL}
+    if set(config) - {"format"} != allowed:
+        raise InputError(
+            "a mock distribution lacks keys or has unknown ones",
+            expected=", ".join(sorted(allowed)),
+            found=", ".join(sorted(map(str, config))),
+        )
     _require_mock_values(config)
     return config
-
-
-def _require_mock_keys(config: dict[str, Any]) -> None:
-    mode = config.get("mode")
-    if not isinstance(mode, str) or mode not in _MOCK_KEYS:
-        raise InputError("a mock distribution's mode is unknown", expected=" or ".join(_MOCK_KEYS), found=mode)
-    allowed = _MOCK_KEYS[mode]
-    unknown = sorted(str(key) for key in set(config) - allowed - {"mode", "format"})
-    if unknown:
-        raise InputError(
-            "a mock distribution has unknown keys",
-            where=f"mode {mode}",
-            expected=", ".join(sorted(allowed)),
-            found=", ".join(unknown),
-        )
-    required = {"verification": {"data_path"}}.get(mode, allowed)
-    missing = sorted(required - set(config))
-    if missing:
-        raise InputError("a mock distribution lacks keys", where=f"mode {mode}", expected=", ".join(missing))
 
 
 def _require_mock_values(config: dict[str, Any]) -> None:
@@ -171,103 +131,6 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise InputError("a file cannot be read", where=os.fspath(path), found=error.strerror) from error
     except UnicodeDecodeError as error:
         raise InputError("a file is not text", where=os.fspath(path), expected="UTF-8", found=str(error)) from error
-
-
-def read_cells(text: str, where: str, column: str | None = None, delimiter: str = ",") -> tuple[str | None, list[Any]]:
-    """A column of CSV text: its name, and its cells, None in a row that is too short. Without a header, all cells.
-
-    The first row is a header if any cell of it is not a number; :func:`choose_column` chooses among its names. Raises
-    ``InputError`` where there is nothing, or not the column.
-    """
-    rows = csv.reader(io.StringIO(text), skipinitialspace=True, delimiter=delimiter)
-    try:
-        table = [row for row in rows if any(cell.strip() for cell in row)]
-    except csv.Error as error:
-        raise InputError("a file is not a CSV", where=where, found=str(error)) from error
-    if not table:
-        raise InputError("a file holds no lengths", where=where)
-    # Upstream takes the first row for a header always; here only where a cell of it is no number.
-    if all(map(is_number, table[0])):
-        if column is not None:
-            raise InputError("a column is missing", where=where, expected=column, found="a CSV without a header")
-        return None, [cell for row in table for cell in row]
-    header = [cell.strip() for cell in table[0]]
-    if len(header) == 1 and ";" in header[0]:
-        raise InputError(
-            "the columns of a .csv file are parted by commas",
-            where=where,
-            found=header[0][:60],
-            hint="write it with commas, or with tabs as a .tsv file",
-        )
-    chosen = choose_column(header, column, where)
-    place = header.index(chosen)
-    return chosen, [row[place] if place < len(row) else None for row in table[1:]]
-
-
-def numbers_of(cells: Sequence[str | None], where: str) -> Int64:
-    """Cells as lengths, int64 [n]. Raises ``InputError`` for the first that is no length, and where there is none."""
-    there = [cell for cell in cells if cell is not None]
-    if not there:
-        raise InputError("a file holds no lengths", where=where, hint="it has a header and no rows")
-    try:
-        return as_lengths(np.array([as_number(cell) for cell in there]))
-    except ValueError as error:
-        raise InputError("a file holds something that is not a length", where=where, found=str(error)) from error
-
-
-#: Names of a column of lengths, in lower case.
-LENGTH_NAMES = ("length", "lengths", "len", "seq_len", "seqlen", "seq_length", "sequence_length", "num_tokens",
-                "tokens")  # fmt: skip
-#: Names of a column of text among several.
-TEXT_NAMES = ("text", "content", "document")
-
-
-def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
-    """The column among ``names`` to measure: ``column``, or by name, of lengths, ``input_ids``, the only one, of text.
-
-    Raises ``InputError`` that lists them.
-    """
-    if column is not None:
-        if column not in names:
-            raise InputError("a column is missing", where=where, expected=column, found=listed(names, 16) or "none")
-        return column
-    # The first rule that leaves a single name decides.
-    for wanted in (
-        [name for name in names if name.lower() in LENGTH_NAMES],
-        [name for name in names if name == "input_ids"],
-        names,
-        [name for name in names if name.lower() in TEXT_NAMES],
-    ):
-        if len(wanted) == 1:
-            return wanted[0]
-    raise InputError(
-        "no single column holds lengths or text",
-        where=where,
-        expected="length, input_ids or text",
-        found=listed(names, 16) or "none",
-        hint="name one of them with --column",
-    )
-
-
-def is_number(cell: str) -> bool:
-    """True if Python reads the text as a number."""
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def as_number(cell: str) -> int | float:
-    """The integer in a text; a float only where ``as_lengths`` decides whether it is whole. Raises ``ValueError``."""
-    try:
-        # int first: a float has 53 bits, and would round a large integer.
-        return int(cell)
-    except ValueError:
-        try:
-            return float(cell)
-        except ValueError:
-            raise ValueError(repr(cell)) from None
 
 
 _MEGATRON = {"min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096, "lognormal_sigma": 1.1}
@@ -387,12 +250,6 @@ class MockSamples:
         max_length: int | None = None,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        if mock_config(config)["mode"] == "verification":
-            raise InputError(
-                "mock samples are not read from data",
-                where="mode verification",
-                hint="use mode distribution, or mock_lengths for the lengths alone",
-            )
         for name, value, least in (
             ("vocab_size", vocab_size, 2),
             ("max_length", max_length, 1),

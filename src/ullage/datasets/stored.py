@@ -14,7 +14,8 @@ And Arrow columns of lists and of texts, as files and data sets hold them: their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,59 @@ def list_lengths(array: Any) -> Int64:
     return pc.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def require_values(array: Any, where: str, first_row: int = 0) -> None:
-    """Raise ``InputError`` for the first missing value of an array that begins at ``first_row`` of its file."""
+def is_json(kind: Any) -> bool:
+    """True for the Arrow type that ``datasets`` gives a column of values that are not all of one kind."""
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def odd_one(values: Sequence[Any]) -> int | None:
+    """The place of the first value that is of another kind than the first one: of 5, 6, "x" it is 2."""
+    return next((place for place, value in enumerate(values) if type(value) is not type(values[0])), None)
+
+
+def of_json(array: Any) -> list[Any]:
+    """The values of an array of JSON. ``datasets`` writes the text "5" among numbers as the number 5."""
+    return [json.loads(text) for text in array.to_pylist()]
+
+
+def require_values(array: Any, where: str) -> None:
+    """Raise ``InputError`` for the first missing value of a column."""
     if array.null_count:
-        row = first_row + int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise InputError("a value is missing", where=f"{where}, row {row}")
+        raise InputError("a value is missing", where=f"{where}, row {_first(array.is_null())}")
+
+
+def require_tokens(array: Any, where: str) -> None:
+    """Raise ``InputError`` for a column of lists that do not all hold integers, with the first row that does not."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind, values = array.type.value_type, pc.call_function("list_flatten", [array])
+    # Lists that are all empty have values of no type.
+    if not len(values) or (pa.types.is_integer(kind) and not values.null_count):
+        return
+    place = 0
+    if values.null_count:
+        place = _first(values.is_null())
+    elif pa.types.is_floating(kind):
+        # Among them are the integers of other rows: 2.0 is one, 1.5 is not.
+        broken = pc.call_function("not_equal", [values, pc.call_function("floor", [values])])
+        place = _first(broken) if pc.call_function("any", [broken]).as_py() else 0
+    elif is_json(kind):
+        place = odd_one(of_json(values)) or 0
+    # Rows of 2, 0 and 1 values: the places 0 and 1 are in the first, 2 is in the third.
+    row = int(np.searchsorted(np.cumsum(list_lengths(array)), place, side="right"))
+    raise InputError(
+        "a column of lists holds no token ids",
+        where=f"{where}, row {row}",
+        expected="lists of integers",
+        found=f"{str(values[place])[:60]} in lists of {str(kind)[:60]}",
+        hint="name another column with --column; a chat is measured with its template by ullage train --dry_run",
+    )
+
+
+def _first(mask: Any) -> int:
+    """The place of the first true value."""
+    return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
 
 
 def read_arrow(path: Path) -> Any:
@@ -124,29 +173,3 @@ def read_arrow(path: Path) -> Any:
         return reader.read_all()
     except (OSError, pa.ArrowException) as error:
         raise InputError("an .arrow file cannot be read", where=str(path), found=first_line(error)) from error
-
-
-def require_tokens(array: Any, where: str, first_row: int = 0) -> None:
-    """Raise ``InputError`` for an array of lists that do not all hold integers; it begins at ``first_row``."""
-    import pyarrow as pa
-
-    kind = array.type.value_type
-    # Lists that are all empty have values of no type.
-    if not (pa.types.is_integer(kind) or (pa.types.is_null(kind) and not len(array.flatten()))):
-        raise no_tokens(where, f"lists of {kind}")
-    values = array.flatten()
-    if values.null_count:
-        missing = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        row = int(np.searchsorted(np.cumsum(list_lengths(array)), missing, side="right"))
-        raise no_tokens(f"{where}, row {first_row + row}", "a missing value in a list")
-
-
-def no_tokens(where: str, found: str) -> InputError:
-    """The error for lists of anything but token ids: of messages, of numbers with a fraction, of lists."""
-    return InputError(
-        "a column of lists holds no token ids",
-        where=where,
-        expected="lists of integers",
-        found=found,
-        hint="name another column with --column; a chat is measured with its template by ullage train --dry_run",
-    )

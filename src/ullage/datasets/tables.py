@@ -3,13 +3,11 @@
 A name stands for a file, for those that match a pattern, for a folder that ``datasets`` saved, or for a folder as the
 Hugging Face hub reads a repository: ``datasets`` finds the files of its configurations and splits, by the card
 (``README.md``) or by their names. Files are read by ``datasets`` too, each by itself, so that an error names the file
-and its line; before that the first bytes are compared with the ending, because a parser that accepts anything turns a
-wrong name into a bad model. Tables lie in memory, and nothing is left in any cache.
+and its line. Tables lie in memory, and nothing is left in any cache.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
 import json
 import os
@@ -29,8 +27,6 @@ ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 TRAIN = "train"
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\b.*")
-# Bytes by which a format is recognised.
-_HEAD_BYTES = 4096
 #: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 _SPLIT = re.compile(r"\s*([\w.-]+)\s*(\[[^\]]*\])?\s*")
@@ -43,13 +39,6 @@ _PROMISED = {
     ".tsv": "tab-separated UTF-8 text",
     ".txt": "UTF-8 text",
 }
-_MAGIC = (
-    (b"PAR1", "Parquet"),
-    (b"ARROW1", "Arrow"),
-    (b"\xff\xff\xff\xff", "Arrow"),  # of a stream, as ``datasets`` writes it
-    (b"\x1f\x8b", "gzip"),
-    (b"PK\x03\x04", "a zip archive"),
-)
 
 
 def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = None, split: str | None = None) -> Any:
@@ -238,34 +227,16 @@ def read_file(path: Path, cache: str | None = None, bars: bool = False) -> Any:
 
 
 def _require_content(path: Path, ending: str) -> None:
-    """Raise ``InputError`` where the first bytes of the file do not fit its ending."""
+    """Raise ``InputError`` for an empty file, and for JSON under a name that says CSV, which would be read as text."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            file.seek(0)
-            # A line may be longer than the head, and these formats are told apart by a whole one.
-            lines = ending in (".jsonl", ".csv", ".tsv")
-            first = next((line for line in file if line.strip()), b"") if lines else b""
+            first = next((line for line in file if line.strip()), None)
     except OSError as error:
         raise InputError("the data file cannot be read", where=str(path), found=error.strerror) from error
-    if not head.strip():
+    if first is None or (ending == ".json" and first.strip() == b"[]"):
         raise no_rows(path)
-    expected, found = _PROMISED[ending], _looks_like(head)
-    if ending in (".parquet", ".arrow"):
-        right = found == expected
-    elif found not in ("text", "JSON"):
-        right = False
-    elif ending == ".jsonl":
-        right = isinstance(_parsed(first), dict)
-    elif ending == ".json":
-        right = found == "JSON"
-    elif ending in (".csv", ".tsv"):
-        right = not isinstance(_parsed(first), dict | list)
-        found = "text" if right else "JSON"
-    else:
-        right = True
-    if not right:
-        raise _not_what_it_says(path, ending, found)
+    if ending in (".csv", ".tsv") and isinstance(_parsed(first), dict | list):
+        raise _not_what_it_says(path, ending, "JSON")
 
 
 def _not_what_it_says(path: Path, ending: str, found: str) -> InputError:
@@ -276,20 +247,6 @@ def _not_what_it_says(path: Path, ending: str, found: str) -> InputError:
         found=found,
         hint="rename the file, or write it again",
     )
-
-
-def _looks_like(head: bytes) -> str:
-    for magic, name in _MAGIC:
-        if head.startswith(magic):
-            return name
-    try:
-        # final=False: the head may end inside a character
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head, final=len(head) < _HEAD_BYTES)
-    except UnicodeDecodeError:
-        return "bytes that are not UTF-8"
-    if "\0" in text:
-        return "binary data"
-    return "JSON" if text.lstrip()[:1] in ("{", "[") else "text"
 
 
 def _parsed(line: bytes) -> Any:
@@ -320,16 +277,23 @@ def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) ->
         ".parquet": (datasets.Dataset.from_parquet, {}),
         ".txt": (datasets.Dataset.from_text, {}),
     }[ending]
-    if ending == ".json" and path.stat().st_size < _HEAD_BYTES and _parsed(path.read_bytes()) == []:
-        raise no_rows(path)
     try:
         with quiet(bars), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
             names = glob.escape(str(path.resolve()))
             table = reader(names, cache_dir=cache or folder, keep_in_memory=cache is None, **options)
+        if ending == ".csv" and len(table.column_names) == 1 and ";" in table.column_names[0]:
+            raise InputError(
+                "the columns of a .csv file are parted by commas",
+                where=str(path),
+                found=table.column_names[0][:60],
+                hint="write it with commas, or with tabs as a .tsv file",
+            )
         if ending != ".txt":
             return table
         # Blank lines are no texts.
         return table.select([row for row, text in enumerate(table["text"]) if text.strip()])
+    except InputError:
+        raise
     except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise
         cause = root_cause(error)
         if any(sign in str(cause) for sign in _NO_ROWS):
