@@ -219,7 +219,11 @@ def arrow(path, table, footed=False):
 def test_lists_without_tokens_count_none(tmp_path):
     table = pa.table({"input_ids": [[], [], []]})
     pq.write_table(table, tmp_path / "a.parquet")
-    for path in (tmp_path / "a.parquet", arrow(tmp_path / "a.arrow", table), write(tmp_path / "a.json", "[[], [], []]")):
+    for path in (
+        tmp_path / "a.parquet",
+        arrow(tmp_path / "a.arrow", table),
+        write(tmp_path / "a.json", "[[], [], []]"),
+    ):
         assert read_lengths(path).lengths.tolist() == [0, 0, 0]
 
 

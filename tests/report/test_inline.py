@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 import ullage
 from benchmarks.paper import on_paper
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage import Audit, InputError, Layout, Plan, RaggedBatch, display
+from ullage import Audit, InputError, Layout, Plan, RaggedBatch
 from ullage.checkpoint import Differences, Report
 from ullage.cli import main
 from ullage.datasets import PackReport
@@ -236,51 +234,6 @@ def test_the_page_of_a_checkpoint(tmp_path):
     path = checkpoint().to_html(tmp_path / "c.html")
     assert path.read_text().startswith("<!doctype html>")
     assert "a.bias" in path.read_text()
-
-
-# Show.
-
-
-@pytest.fixture
-def screen(monkeypatch, tmp_path):
-    """A machine with a window, as :attr:`opened`; ``present`` takes it away."""
-    found = SimpleNamespace(opened=[], present=True)
-    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(tmp_path))
-    monkeypatch.setattr(display, "_has_screen", lambda: found.present)
-    monkeypatch.setattr("webbrowser.open", lambda url: found.opened.append(url) or True)
-    return found
-
-
-def test_show_opens_the_page(screen, capsys, tmp_path):
-    plan().show(source="step 0")
-    path = tmp_path / "plan.html"
-    assert screen.opened == [path.as_uri()]
-    assert capsys.readouterr().out == f"{path}\n"
-    assert "step 0" in path.read_text()
-
-
-def test_show_without_a_window_prints_the_figures_and_the_place(screen, capsys, tmp_path):
-    screen.present = False
-    plan().show()
-    checkpoint().show()
-    said = capsys.readouterr().out.splitlines()
-    assert screen.opened == []
-    assert said[0] == repr(plan())
-    assert re.split(r"\s{2,}", said[1].strip()) == ["balanced", "next_fit", "lower bound", "ideal"]
-    assert str(tmp_path / "plan.html") in said
-    assert said[-1] == str(tmp_path / "onpaper.html")
-    assert all(len(line) < 120 for line in said)
-
-
-def test_show_in_a_notebook_is_a_frame(screen, monkeypatch):
-    shown = []
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1)))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=shown.append))
-    plan().show()
-    assert screen.opened == []
-    [frame] = shown
-    assert repr(frame) == repr(plan())
-    assert Shape(frame._repr_html_()).seen == ["iframe"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.display import Paged, Shown, counted, page_of, show_page, write_page
+from ullage.display import Paged, Shown, counted, page_of, write_page
 from ullage.errors import InputError, listed, require_int
 from ullage.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
@@ -201,10 +201,6 @@ class Plan(Paged, Placement):
         for a file that cannot be written.
         """
         return write_page(path, page_of(self, reference=reference, source=source))
-
-    def show(self, *, reference: Plan | None = None, source: str = "") -> None:
-        """Show the page: in the notebook, else in a browser, else print the figures and where the page is."""
-        show_page(self, page_of(self, reference=reference, source=source))
 
     def _facts(self) -> Iterator[str]:
         yield counted(self.num_sequences, "sequence")

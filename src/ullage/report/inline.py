@@ -73,11 +73,6 @@ def page(value: Any, **facts: Any) -> str:
     return plan_page(value, **facts)
 
 
-def text(value: object) -> str:
-    """``value`` for a terminal: its line and its table."""
-    return _text(repr(value), _inline(value) or Inline())
-
-
 def _text(line: str, drawn: Inline) -> str:
     table = [list(row) for row in drawn.table]
     widths = [max(map(len, column)) for column in zip(*table)]
