@@ -27,7 +27,7 @@ from ullage.datasets.stored import (
     list_lengths,
     odd_one,
     of_json,
-    require_tokens,
+    require_token_ids,
     require_values,
 )
 from ullage.datasets.tables import ENDINGS as TABLES
@@ -263,7 +263,7 @@ def _of_column(array: Any, column: str, where: str, tokenizer: str | None) -> Me
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return Measured(_checked(array.to_numpy(), where), column)
     if is_list(kind):
-        require_tokens(array, where)
+        require_token_ids(array, where)
         return Measured(list_lengths(array), column)
     if is_text(kind) and column.strip().lower() in LENGTH_NAMES:
         row = next((row for row, text in enumerate(array.to_pylist()) if not _is_whole(text)), 0)

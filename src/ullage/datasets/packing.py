@@ -25,7 +25,7 @@ import numpy as np
 
 from ullage.datasets.files import load_tokenizer
 from ullage.datasets.stored import list_lengths, require_values
-from ullage.datasets.tables import kind_of, quiet, read_file, text_column
+from ullage.datasets.tables import column_kind, quiet, read_file, text_column
 from ullage.display import Shown, counted
 from ullage.errors import InputError, listed, require_int, require_one_of
 from ullage.extras import needed_by
@@ -226,7 +226,7 @@ def _sequences(source: Path, column: str | None, tokenizer: str | None, folder: 
     table = read_file(source, cache=folder, bars=shown)
     column = text_column(table, column, str(source), "--column")
     require_values(table.data.column(column), f"{source}, column {column}")
-    if kind_of(table.features[column]) == "ids":
+    if column_kind(table.features[column]) == "ids":
         labels = ["labels"] if "labels" in table.column_names and column != "labels" else []
         chosen = table.select_columns([column, *labels])
         return chosen if column == "input_ids" else chosen.rename_column(column, "input_ids")

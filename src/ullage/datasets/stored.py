@@ -124,7 +124,7 @@ def require_values(array: Any, where: str) -> None:
         raise InputError("a value is missing", where=f"{where}, row {_first(array.is_null())}")
 
 
-def require_tokens(array: Any, where: str) -> None:
+def require_token_ids(array: Any, where: str) -> None:
     """Raise ``InputError`` for a column of lists that do not all hold integers, with the first row that does not."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -343,7 +343,7 @@ def text_column(table: Any, column: str | None, where: str, option: str = "--tex
     Raises ``InputError`` that lists the columns; ``option`` is what it says to name one with.
     """
     names = list(table.column_names)
-    kinds = {name: kind_of(feature) for name, feature in table.features.items()}
+    kinds = {name: column_kind(feature) for name, feature in table.features.items()}
     if column is None:
         usable = [name for name in names if kinds[name] in ("string", "ids")]
         if kinds.get("input_ids") == "ids":  # what has been tokenized may have its texts and masks beside it
@@ -377,7 +377,7 @@ def text_column(table: Any, column: str | None, where: str, option: str = "--tex
     return column
 
 
-def kind_of(feature: Any) -> str:
+def column_kind(feature: Any) -> str:
     """``string``, ``ids`` for lists of integers, or the feature as ``datasets`` writes it."""
     dtype = getattr(feature, "dtype", None)
     if dtype in ("string", "large_string"):

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ullage.datasets.tables import kind_of, read_table, text_column
+from ullage.datasets.tables import column_kind, read_table, text_column
 from ullage.errors import InputError
 from ullage.extras import needed_by
 from ullage.layout import Layout
@@ -212,9 +212,9 @@ def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
                 found="nothing" if sample is None else "length 0",
                 hint="remove it from the file",
             )
-    if kind_of(table.features[column]) != "ids" or column == "labels":
+    if column_kind(table.features[column]) != "ids" or column == "labels":
         return samples
-    if "labels" in table.column_names and kind_of(table.features["labels"]) == "ids":
+    if "labels" in table.column_names and column_kind(table.features["labels"]) == "ids":
         return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, table["labels"][:], strict=True)]
     masks = [name for name in LOSS_MASKS if name in table.column_names]
     if masks:

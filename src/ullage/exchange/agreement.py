@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ullage.errors import DistributedError, InputError
-from ullage.exchange.source import MAP, Stream, fingerprint, kind_of
+from ullage.exchange.source import MAP, Stream, fingerprint, source_kind
 from ullage.ranks import Axis, Topology, agree
 from ullage.ranks.wire import gather_objects
 
@@ -21,7 +21,7 @@ def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str,
         return None
     if samples is None:
         raise InputError("a rank that owns data must have samples", where=f"owners {topology.owners!r}", found="None")
-    kind = kind_of(samples)
+    kind = source_kind(samples)
     if kind != MAP:
         return {"kind": kind, "dp": topology.dp.rank}
     # A fingerprint reads samples, so only where it decides something: several readers, and no answer from the caller.

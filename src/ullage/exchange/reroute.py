@@ -35,7 +35,7 @@ from ullage.batch import RaggedBatch
 from ullage.columns import Columns
 from ullage.errors import DistributedError, InputError
 from ullage.exchange.lengths import Lengths
-from ullage.exchange.transfer import Parcel, route, unpack, write
+from ullage.exchange.transfer import Parcel, route, unpack, write_blocks
 from ullage.layout import Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
@@ -124,7 +124,7 @@ def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: L
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
     first = int(gathered.offsets[axis.rank])
-    return write(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis, near)
+    return write_blocks(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis, near)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ _FORMAT = "ullage stream 1"
 _PROBED = 8
 
 
-def kind_of(samples: Any) -> str:
+def source_kind(samples: Any) -> str:
     """``"map"`` for what has a length and is read by index, ``"iterable"`` for the rest. Raises ``InputError``."""
     if isinstance(samples, Mapping) or not isinstance(samples, Iterable | Sized):
         raise InputError("samples must be an iterable or a map-style dataset of mappings", found=type(samples).__name__)
@@ -106,7 +106,7 @@ class Stream:
     """The facts of the stream that all ranks know.
 
     Attributes:
-        kind: ``"map"`` or ``"iterable"``, as :func:`kind_of` says; the same for all readers.
+        kind: ``"map"`` or ``"iterable"``, as :func:`source_kind` says; the same for all readers.
         streams: number of readers.
         sizes [streams]: samples of each reader; empty unless the datasets are map-style.
         shared: whether the readers read one dataset that all of them hold.

@@ -6,8 +6,9 @@ know the size of every block: nothing is parsed, and a block may be empty. Block
 written into memory that these ranks read (:mod:`ullage.ranks.memory`); all others go by ONE all-to-all of bytes, which
 is left out where no rank needs it. What stays on its rank is not written anywhere.
 
-:func:`write` and :func:`unpack` are each one copy of every value: rows to blocks, and blocks to microbatches with their
-padding. Between them the ranks agree and map what neighbours wrote (:meth:`ullage.ranks.memory.Neighbours.meet`).
+:func:`write_blocks` and :func:`unpack` are each one copy of every value: rows to blocks, and blocks to microbatches
+with their padding. Between them the ranks agree and map what neighbours wrote
+(:meth:`ullage.ranks.memory.Neighbours.meet`).
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Parcel:
     own: dict[str, list[Tensor]]
 
 
-def write(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis, near: Neighbours) -> Parcel:
+def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis, near: Neighbours) -> Parcel:
     """The blocks of one rank. ``first``: id of its first sequence; ``lengths`` [all]: tokens of each that travel."""
     # Ranks may hold their fields in different orders; the order of the names is one.
     schema = (columns.schema or Schema()).by_name()
