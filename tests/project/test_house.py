@@ -16,6 +16,21 @@ UPWARD: set[tuple[str, str]] = set()
 DOUBLED: set[str] = set()
 #: Modules longer than one idea needs, with the reason.
 LONG: set[str] = set()
+#: The most modules and folders that lie in one folder, and the folders that hold more today.
+MOST = 15
+CROWDED = {"ullage", "ullage.cli", "ullage.models"}
+#: Folders that import each other, with the reason: the command line asks the root for the version.
+MUTUAL = {frozenset({"ullage", "ullage.cli"})}
+#: Public functions of several modules, where one name is right: a verb is called as the function that it runs, and every
+#: framework has its own way to be installed and asked.
+SHARED = {"audit", "plan", "report", "install", "get_minimum_num_micro_batch_size"}
+#: Those that are left from before the rule. The list only shrinks.
+STILL_SHARED = {
+    "apart", "begin", "block_size", "counted", "described", "flattened", "is_asked_for", "is_plain", "joined",
+    "load_weights", "locate", "names_of", "notes_on_missing", "padded", "path_of", "ranges_of", "read",
+    "require_agreement", "require_packable", "require_writable", "samples_of", "schedule", "settings_of",
+    "whole_weights",
+}  # fmt: skip
 
 
 def rooms():
@@ -42,6 +57,20 @@ def test_no_modules_import_each_other():
 def test_a_class_name_belongs_to_one_module():
     found = house.doubled_classes(TREE)
     assert {name: modules for name, modules in found.items() if name not in DOUBLED} == {}
+
+
+def test_a_public_function_belongs_to_one_module():
+    found = house.doubled_functions(TREE)
+    assert {name: modules for name, modules in found.items() if name not in SHARED | STILL_SHARED} == {}
+    assert (SHARED | STILL_SHARED) - found.keys() == set(), "take these from the list"
+
+
+def test_a_folder_holds_no_more_than_a_stranger_reads_at_a_glance():
+    assert {folder for folder, inside in house.entries(TREE).items() if len(inside) > MOST} == CROWDED
+
+
+def test_no_folders_import_each_other():
+    assert house.mutual_folders(TREE) == MUTUAL
 
 
 def test_no_name_of_a_package_hides_a_module():
@@ -111,6 +140,15 @@ def test_planted_violations_are_found():
     assert house.circles(PLANTED) == {frozenset({"lib.rows.first", "lib.rows.second"})}
     assert house.doubled_classes(PLANTED) == {"Row": ["lib.high", "lib.rows.second"]}
     assert house.hidden_modules(PLANTED) == {"lib.rows.second"}
+    assert house.mutual_folders(PLANTED) == set()
+    assert house.entries(PLANTED) == {
+        "lib": ["lib.high", "lib.low", "lib.rows"],
+        "lib.rows": ["lib.rows.first", "lib.rows.second"],
+    }
+    both_ways = {**PLANTED, "lib.rows.first": "from lib.low import Low\n", "lib.low": "import lib.rows.second\n"}
+    assert house.mutual_folders(both_ways) == {frozenset({"lib", "lib.rows"})}
+    parted = {"lib.high": "def read(): ...\ndef _own(): ...\n", "lib.low": "def _own(): ...\nasync def read(): ...\n"}
+    assert house.doubled_functions({**PLANTED, **parted}) == {"read": ["lib.high", "lib.low"]}
     through_the_root = {**PLANTED, "lib.high": "from lib import Low\n"}
     assert house.upward(through_the_root, ["high", "low", "rows"]) == {("lib.high", "lib.low")}
 

@@ -110,6 +110,44 @@ def doubled_classes(tree: dict[str, str]) -> dict[str, list[str]]:
     return {name: sorted(modules) for name, modules in found.items() if len(modules) > 1}
 
 
+def doubled_functions(tree: dict[str, str]) -> dict[str, list[str]]:
+    """The names of public functions that several modules define at their top, with these modules."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, text in tree.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                found[node.name].add(module)
+    return {name: sorted(modules) for name, modules in found.items() if len(modules) > 1}
+
+
+def entries(tree: dict[str, str]) -> dict[str, list[str]]:
+    """For each folder the modules and folders that lie in it; its ``__init__`` is the folder itself."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in sorted(tree):
+        if "." in module:
+            found[module.rpartition(".")[0]].append(module)
+    return dict(found)
+
+
+def mutual_folders(tree: dict[str, str]) -> set[frozenset[str]]:
+    """The pairs of folders of which each imports from the other. A folder within a folder is another one.
+
+    What a package's own ``__init__`` takes from below is its face, and no import of the folder.
+    """
+    folders = packages(tree)
+
+    def folder_of(module: str) -> str:
+        return module if module in folders else module.rpartition(".")[0]
+
+    pairs = {
+        (folder_of(module), folder_of(target))
+        for module, targets in imports(tree).items()
+        for target in targets
+        if not (module in folders and target.startswith(f"{module}."))
+    }
+    return {frozenset(pair) for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs}
+
+
 def hidden_modules(tree: dict[str, str]) -> set[str]:
     """The modules of whose name the package around them binds something else."""
     hidden = set()
