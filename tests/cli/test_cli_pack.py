@@ -154,7 +154,7 @@ def test_the_input_is_never_replaced(tmp_path, run):
         ),
         ("in.jsonl", '{"input_ids": 5}\n', "expected strings, or lists of token ids, found int64"),
         ("in.jsonl", '{"input_ids": [1.5]}\n', "expected strings, or lists of token ids, found list"),
-        ("in.jsonl", '{"input_ids": [1, null]}\n', "a token is missing"),
+        ("in.jsonl", '{"input_ids": [1, null]}\n', "row 0): expected lists of integers, found None"),
         ("in.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', "a value is missing"),
         ("in.jsonl", '{"input_ids": [5000000000]}\n', "out of range"),
         ("in.jsonl", '{"input_ids": [-1]}\n', "out of range"),

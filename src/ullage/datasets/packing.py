@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ullage.datasets.files import load_tokenizer
-from ullage.datasets.stored import list_lengths, require_values
+from ullage.datasets.stored import is_list, list_lengths, require_token_ids, require_values
 from ullage.datasets.tables import column_kind, quiet, read_file, text_column
 from ullage.display import Shown, counted
 from ullage.errors import InputError, listed, require_int, require_one_of
@@ -244,7 +244,6 @@ def _sequences(source: Path, column: str | None, tokenizer: str | None, folder: 
 
 def _checked_lengths(sequences: Any, source: Path) -> Int64:
     """Tokens of each sequence, int64 [n]. Raises ``InputError`` for tokens and labels that rows cannot hold."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     lengths = list_lengths(sequences.data.column("input_ids"))
@@ -252,13 +251,11 @@ def _checked_lengths(sequences: Any, source: Path) -> Int64:
         if name not in sequences.column_names:
             continue
         array, where = sequences.data.column(name), f"{source}, column {name}"
-        kind = getattr(array.type, "value_type", pa.string())
-        if array.null_count or not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
+        require_values(array, where)
+        if not is_list(array.type):
             raise InputError(f"{name} must be a list of integers in each row", where=where, found=str(array.type))
-        values = pc.call_function("list_flatten", [array])
-        if values.null_count:
-            raise InputError("a token is missing", where=where)
-        bounds = pc.call_function("min_max", [values]).as_py()
+        require_token_ids(array, where)
+        bounds = pc.call_function("min_max", [pc.call_function("list_flatten", [array])]).as_py()
         if any(value is not None and not least <= value < 2**31 for value in bounds.values()):
             found = bounds["max"] if bounds["max"] >= 2**31 else bounds["min"]
             raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
