@@ -376,10 +376,15 @@ def _replaced(module: nn.Module) -> str | None:
     return None
 
 
+def lora_variants(module: nn.Module) -> list[Any]:
+    """The variants of a layer of PEFT's LoRA, DoRA for example; none of any other module."""
+    variants = vars(module).get("lora_variant")
+    return list(variants.values()) if isinstance(variants, dict) else []
+
+
 def _variant(module: nn.Module) -> str | None:
     """Whether a layer of PEFT's LoRA is of a variant that looks at more than a token."""
-    variants = vars(module).get("lora_variant")
-    for variant in variants.values() if isinstance(variants, dict) else ():
+    for variant in lora_variants(module):
         if type(variant).__name__ not in LORA_VARIANTS or not is_known_class(type(variant)):
             return f"of the variant {type(variant).__name__}"
     return None

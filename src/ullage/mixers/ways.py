@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention.heads import package_of_forward, spans_sequences, works_by_token
-from ullage.attention.parts import UnknownPart, unknown_parts
+from ullage.attention.parts import UnknownPart, lora_variants, unknown_parts
 from ullage.attention.support import (
     NAME,
     attends_both_ways,
@@ -224,18 +224,12 @@ def require_independent_rows(model: nn.Module) -> None:
         for kind, reason in _ADAPTERS.items():
             if type(module).__module__.startswith(kind):
                 raise _competes(where, reason)
-        if any(type(each).__name__ == "ALoraLinearVariant" for each in _variants(module)):
+        if any(type(each).__name__ == "ALoraLinearVariant" for each in lora_variants(module)):
             raise _competes(where, "looks for its invocation tokens once per row")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise _competes(where, "normalises over the tokens of all sequences")
         if isinstance(vars(module).get("expert_capacity"), int):
             raise _competes(where, "gives each expert a limited number of tokens")
-
-
-def _variants(module: nn.Module) -> Iterator[Any]:
-    """The variants of a layer of PEFT's LoRA."""
-    variants = vars(module).get("lora_variant")
-    yield from variants.values() if isinstance(variants, dict) else ()
 
 
 def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
