@@ -416,7 +416,7 @@ def config_of(model: str, *, trust_remote_code: bool = False) -> str | PreTraine
 def tiny_like(config: str | PreTrainedConfig, *, kind: str | None, seed: int, attention: str | None) -> nn.Module:
     """A tiny model after a type or configuration; its own size after one with code of its own, which was trusted."""
     own = {} if isinstance(config, str) else getattr(config, "auto_map", None) or {}
-    for each in (kind,) if kind else KINDS:
+    for each in (require_one_of(kind, KINDS, "kind of model"),) if kind else KINDS:
         if _AUTO[each].__name__ in own:
             torch.manual_seed(seed)
             return _AUTO[each].from_config(config, trust_remote_code=True).eval()
