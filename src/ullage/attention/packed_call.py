@@ -68,7 +68,8 @@ class DeferredMask:
         pattern: Callable[..., Any] = arguments["mask_function"]
         self.both_ways = bidirectional_mask_function in _united(pattern)
         if self.both_ways and self.window is not None:
-            # transformers counts the tokens on one side here, and the query itself where the mask is causal.
+            # transformers counts the tokens on one side here, and the query itself where the mask is causal: 8 to each
+            # side is a window of 9.
             self.window += 1
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
         self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
@@ -124,7 +125,7 @@ class DeferredMask:
 
 
 def _united(pattern: Callable[..., Any]) -> list[Any]:
-    """A pattern of transformers, and those that ``and_masks`` made it of."""
+    """A pattern of transformers, and those that ``and_masks`` made it of: it keeps them in a closure, as one tuple."""
     cells = [cell.cell_contents for cell in getattr(pattern, "__closure__", None) or ()]
     return [pattern, *(part for parts in cells if isinstance(parts, tuple) for part in parts)]
 

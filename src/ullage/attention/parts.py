@@ -284,7 +284,10 @@ def lets_tokens_meet(module: nn.Module) -> bool:
 
 
 def _put_in(path: str, modules: dict[str, nn.Module]) -> str | None:
-    """Whether a convolution or the like of torch was put into a model whose class makes none."""
+    """Why a convolution or the like of torch is not known: the class around it does not name it in its ``__init__``.
+
+    A Mamba mixer names ``Conv1d`` there. In a Llama somebody has put it there.
+    """
     module = modules[path]
     if not path or not lets_tokens_meet(module):
         return None

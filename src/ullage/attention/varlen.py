@@ -172,7 +172,8 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal:
     from torch.nn.attention.flex_attention import create_block_mask
 
     positions = torch.arange(num_tokens, device=cu_seqlens.device)
-    # The sequence of a position is the number of sequences that end at or before it.
+    # The sequence of a position is the number of sequences that end at or before it: with ends 3 and 5, positions 0 to
+    # 4 are of sequences 0, 0, 0, 1, 1.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

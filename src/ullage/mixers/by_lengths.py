@@ -90,7 +90,7 @@ class PackedRow:
 
     @cached_property
     def alike_pairs(self) -> Groups:
-        """The same of an encoder-decoder's pairs that have tokens on both sides."""
+        """Pairs of equal source and equal target length share a call; pairs with an empty side are left out."""
         assert self.targets is not None
         keys = [self.sources.lengths, self.targets.lengths]
         return Groups(self, alike(keys, np.minimum(*keys) > 0))
@@ -119,12 +119,14 @@ class PackedRow:
 
     @cached_property
     def padded_behind(self) -> Groups:
-        """Sequences of similar lengths share a call: exact where no token sees a later one."""
+        """Sequences of similar lengths share a call, padded to the longest: exact where no token sees a later one."""
         return Groups(self, similar(self.sources.lengths, _CALL))
 
 
 class Groups:
     """Sequences of a row in the calls that they share.
+
+    Sequences of 3, 5 and 3 tokens make two calls, with the members [0, 2] and [1].
 
     Attributes:
         members: the sequences of each call.
@@ -147,6 +149,7 @@ class Groups:
 
     def ordered(self, parts: Sequence[Tensor]) -> Tensor:
         """Values [n, ...] of the sequences of each call, as [N, ...] in the row's order; zeros for an empty one."""
+        # The calls gave sequences 0, 2, 1: the sequences 0, 1, 2 are then at 0, 2, 1.
         values = torch.cat(list(parts))
         place_of = torch.from_numpy(np.argsort(self._order)).to(values.device)
         found = values.index_select(0, place_of)

@@ -85,7 +85,7 @@ class CheckpointedRow:
 
 
 class Forward:
-    """A ``forward`` in the place of a module's own. A copy of the module has one too; in a pickle it is the own one.
+    """A ``forward`` in the place of a module's own. A deep copy of the module gets one too, a pickle its own forward.
 
     Attributes:
         module: whose forward it is.
@@ -213,7 +213,7 @@ class ModelForward(Forward):
     ``way``: of the model, which tells which of its parts run by lengths.
     """
 
-    #: Attention in both directions asks for it: what lies behind a sequence has lengths of its own.
+    #: Padding behind a sequence becomes a sequence of its own. Attention in both directions, which would see it, asks.
     keeps_padding_apart = True
 
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
@@ -274,7 +274,8 @@ class ModelForward(Forward):
             return call_whole(self.module, self.own, row, keywords)
         row.is_served = row.is_served or self.way.kind == "native"
         if self.way.both_ways and row.sources.num_tokens < row.sources.size:
-            # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
+            # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
+            # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
             sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
             bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
@@ -325,14 +326,15 @@ class ModelForward(Forward):
         length, start = (np.repeat(each, layout.slots) for each in (layout.lengths, layout.starts))
         is_padding = torch.from_numpy(offset >= length).to(row.device)
         if first and ids is not None:
-            # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them.
+            # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them: where
+            # 1 is the padding's id, the ids 5, 1, 7 are at 2, 1, 3. A running count is taken from that at each start.
             counted = (ids[0] != first - 1).long()
             total = counted.cumsum(0)
             starts = torch.from_numpy(start).to(row.device)
             positions = ((total - (total - counted)[starts]) * counted)[None] + first - 1
         else:
             positions = positions + first
-        # Padding counts as a sequence of its own.
+        # Padding counts as a sequence of its own: a slot of 5 with 3 tokens has positions 0, 1, 2, 0, 1.
         alone = torch.from_numpy(np.maximum(offset - length, 0)).to(row.device)
         return torch.where(is_padding, alone, positions)
 

@@ -201,19 +201,19 @@ def first_accepted(
         "packed, the sequences of this model do not get what they get alone",
         where=type(model).__name__,
         expected="outputs, loss and gradients of each sequence alone",
-        found=_told(refused),
+        found=_reasons(refused),
         hint="train it on padded batches (leave packing out), or take from that module what looks at other tokens of "
         "the row; packing_verify=False packs it all the same",
     )
 
 
-def _told(refused: Sequence[tuple[Way, str]]) -> str:
-    """The finest way with its reason, and the others with theirs where that is another."""
-    told, place = [f"{refused[0][0]}: {refused[0][1]}"], _place(refused[0][1])
+def _reasons(refused: Sequence[tuple[Way, str]]) -> str:
+    """Each way with its reason: "native: ... first in model.norm (Within); whole by lengths: in the same module"."""
+    lines, place = [f"{refused[0][0]}: {refused[0][1]}"], _place(refused[0][1])
     for way, reason in refused[1:]:
         same = place is not None and _place(reason) == place
-        told.append(f"{way}: in the same module" if same else f"{way}: {reason}")
-    return "; ".join(told)
+        lines.append(f"{way}: in the same module" if same else f"{way}: {reason}")
+    return "; ".join(lines)
 
 
 def _place(reason: str) -> str | None:

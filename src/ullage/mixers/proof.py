@@ -376,7 +376,7 @@ def _relative(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, 
     for name, (given, wanted) in sums.items():
         if not isfinite(_most([wanted])):
             continue
-        # What is rounding noise beside the largest of all is compared with a thousandth of that.
+        # A gradient of 1e-7 beside others of 1 is rounding noise: it is compared with a thousandth of the largest.
         scale = max(_most([wanted]), 1e-3 * most, 1e-30)
         value = _most([given - wanted]) / scale if given.shape == wanted.shape else inf
         yield name, value if isfinite(value) else inf
@@ -398,6 +398,8 @@ def _added_up(
     if any(ids is None for ids, _ in (*ours, *theirs)):
         first, second = (torch.cat([gradient.double() for _, gradient in side], 1) for side in (ours, theirs))
         return first, second
+    # A row looks up the ids [5, 7, 5] at once, alone the sequences look up [5, 7] and [5]. By id both sides have one
+    # gradient for 5 and one for 7.
     ids = torch.cat([each.flatten() for each, _ in (*ours, *theirs) if each is not None])
     known, place = ids.unique(return_inverse=True)
     number = sum(each.numel() for each, _ in ours if each is not None)
@@ -495,7 +497,10 @@ class _Compared:
 
 
 def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
-    """The sequences that numbers [n, L] belong to, in order: all, in a row, or those of one length; None if unknown."""
+    """The sequences that numbers [n, L] belong to, in order; None if that is not known.
+
+    For sequences of 3, 5 and 3 tokens, numbers [1, 11] belong to the row, so to 0, 1 and 2, and [2, 3] to 0 and 2.
+    """
     if tuple(value.shape) == (1, sum(sizes)):
         return list(range(len(sizes)))
     alike = [place for place, size in enumerate(sizes) if size == value.shape[1]]

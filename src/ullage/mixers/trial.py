@@ -214,7 +214,9 @@ class TrialRun:
             given = self._with_leaves(self.trial.alone[place], leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {
-                name: [_with_rows(value)] for name, value in _tensors(outputs).items() if self._is_told(value, place)
+                name: [_with_rows(value)]
+                for name, value in _tensors(outputs).items()
+                if self._has_entries(value, place)
             }
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
             loss, parts = self._loss(outputs)
@@ -236,7 +238,7 @@ class TrialRun:
             gradients = self._gradients(named, range(len(alone)), leaves, (loss, sum(self.trial.counts or ())))
         return CallOutcome(_detached(named), _detached_loss(loss), leaves, *gradients, left)
 
-    def _is_told(self, value: Tensor, place: int) -> bool:
+    def _has_entries(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
         sizes = (self.trial.sizes, self.trial.target_sizes)
         tokens = [each[place] for each in sizes if each is not None]

@@ -75,9 +75,9 @@ class Audit(Shown):
 
     def __str__(self) -> str:
         worst = max((check.value for check in self.checks if check.name in ("logits", "gradients")), default=0.0)
-        told = self.reason or f"largest difference {worst:.0e}"
+        summary = self.reason or f"largest difference {worst:.0e}"
         failed = ", ".join(f"{check.name} {check.value:.0e}" for check in self.checks if not check.passed)
-        return f"{self.model}: {self.verdict} ({failed or told})"
+        return f"{self.model}: {self.verdict} ({failed or summary})"
 
 
 def audit(

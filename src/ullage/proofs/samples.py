@@ -138,12 +138,12 @@ class Samples:
     def _longest(self) -> int:
         """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
         text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        told = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
+        limits = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
-                told.append(module.num_embeddings)
+                limits.append(module.num_embeddings)
         # A table may begin behind the index of padding.
-        lengths = [length for length in _LENGTHS if length + 2 <= min(told, default=length + 2)] or [16]
+        lengths = [length for length in _LENGTHS if length + 2 <= min(limits, default=length + 2)] or [16]
         for length in lengths if self.device.type == "cpu" else ():
             try:
                 self._run_alone(self.draw([length]))
