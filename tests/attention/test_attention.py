@@ -1,8 +1,5 @@
 """Packed attention of Hugging Face models against the same models on one sequence after another, and against sdpa."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -548,11 +545,3 @@ def test_compiled_equals_eager(name):
     found.loss.backward()
     assert_same((found.logits[0].detach(), float(found.loss.detach()), gradients(model)), expected)
     assert torch.allclose(compiled(**padded, use_cache=False).logits, plain, atol=1e-5)
-
-
-def test_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, "docs/attention.md", "exec"), {})

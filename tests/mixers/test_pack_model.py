@@ -123,7 +123,7 @@ def test_generation_is_left_as_it_was(model_type):
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo", "prophetnet"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "gpt_neo", "prophetnet"])
 def test_a_copy_is_packed_by_itself(model_type):
     model = tiny_model(model_type, "causal")
     packed = pack_model(model)
