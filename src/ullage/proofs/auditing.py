@@ -9,24 +9,30 @@ before its first step (:mod:`ullage.mixers.proof`).
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.heads import works_by_sequence
 from ullage.display import Shown, counted
 from ullage.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.packed_model import way_of
-from ullage.mixers.proof import largest, limits_of, prove
+from ullage.mixers.proof import is_routed, largest, limits_of, prove
+from ullage.mixers.trial import Trial, moved, row_of, trial_of
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
-from ullage.proofs.samples import RowOutputs, Sample, Samples
+from ullage.schema import IGNORED_LABEL
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -370,3 +376,260 @@ def _poison(samples: Samples, row: list[Sample]) -> float:
             after = samples.packed(spoiled).logits
         worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
     return worst
+
+
+# The sequences of an audit, alone and in a packed row, and what the model makes of them.
+
+
+#: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
+_TARGETS = (5, 4, 2, 6, 3, 4)
+#: Lengths of the longest sequence, of which the first is taken that a model takes.
+_LONGEST = (72, 40, 24, 16)
+#: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
+_MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
+_POSITIONS = re.compile(r"pos|wpe")
+_EXPERTS_BY = "_experts_implementation"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: tokens [L], and labels [L], or of an encoder-decoder [target tokens]."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class RowOutputs:
+    """What a model made of a row: for each sequence its logits, and the loss of all; None without labels."""
+
+    logits: list[Tensor]
+    loss: Tensor | None
+
+
+class Samples:
+    """Sequences for one model, and its outputs for them.
+
+    Args:
+        model: in the state in which it is audited.
+        collate: makes the keywords of a packed row from samples; None for ``RaggedBatch.to_flattened``.
+        seed: of the tokens.
+    """
+
+    def __init__(self, model: nn.Module, collate: Callable[..., Any] | None, seed: int) -> None:
+        self.model, self.collate, self.seed = model, collate, seed
+        config: Any = getattr(model, "config", None)
+        self.config = config
+        self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.by_sequence = works_by_sequence(model)
+        #: Whether the model computes a loss of text alone; some take labels with images only.
+        self.has_loss = True
+        #: Tokens of the shortest and of the longest sequence that the model takes, as :meth:`settle` finds.
+        self.least, self.most = 1, 16
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        table: Any = _embedding(model)
+        self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.special = {
+            value
+            for part in (config, text)
+            for name, value in vars(part).items()
+            if name.endswith("token_id") and isinstance(value, int)
+        }
+        #: Tokens to draw from, in order.
+        self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return is_routed(self.model)
+
+    def draw(self, lengths: Sequence[int]) -> list[Sample]:
+        """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts."""
+        random, usable = torch.Generator().manual_seed(self.seed), self.usable
+        samples = []
+        for place, length in enumerate(lengths):
+            tokens = usable[torch.randint(len(usable), (length,), generator=random)]
+            if self.is_encoder_decoder:
+                size = max(_TARGETS[place % len(_TARGETS)], length // 3 if length > 16 else 0) if length else 0
+                labels = usable[torch.randint(len(usable), (size,), generator=random)]
+            elif self.by_sequence:
+                labels = torch.randint(int(self.config.num_labels), (), generator=random)
+            else:
+                labels = tokens.clone()
+                labels[:1] = IGNORED_LABEL
+            samples.append(Sample(tokens.to(self.device), labels.to(self.device)))
+        return samples
+
+    def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
+        """The row with another token everywhere in one sequence, of the same length."""
+        random, sample = torch.Generator().manual_seed(self.seed + 1), row[place]
+        labels = self._other(sample.labels, random) if self.is_encoder_decoder else sample.labels
+        return [*row[:place], Sample(self._other(sample.input_ids, random), labels), *row[place + 1 :]]
+
+    def _other(self, tokens: Tensor, random: torch.Generator) -> Tensor:
+        usable = self.usable.to(self.device)
+        at = torch.searchsorted(usable, tokens)
+        return usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
+
+    # Runs.
+
+    def _run_alone(self, row: Sequence[Sample]) -> None:
+        """Each sequence in a call of its own."""
+        for sample in row:
+            [fields] = self.fields([sample])
+            self.model(**{name: value[None] for name, value in fields.items()}, **self._without_cache())
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Find out how short and how long a sequence may be, in tokens, and whether there is a loss of text alone."""
+        failure: Exception | None = None
+        for self.least in (1, 2, 4, 8, 16):
+            for self.has_loss in (True, False):
+                try:
+                    self._run_alone(self.draw([self.least, max(self.least, 7)]))
+                except Exception as error:  # whatever it is: another length is tried
+                    failure = failure or error
+                    continue
+                self.most = self._longest()
+                return
+        assert failure is not None
+        raise failure
+
+    def _longest(self) -> int:
+        """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        limits = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+                limits.append(module.num_embeddings)
+        # A table may begin behind the index of padding.
+        lengths = [length for length in _LONGEST if length + 2 <= min(limits, default=length + 2)] or [16]
+        for length in lengths if self.device.type == "cpu" else ():
+            try:
+                self._run_alone(self.draw([length]))
+                return length
+            except Exception:  # the next, shorter one
+                continue
+        return lengths[0] if self.device.type != "cpu" else 16
+
+    def trial(self, row: Sequence[Sample]) -> Trial:
+        """The calls of a proof: each sequence that has tokens by itself, and the row."""
+        if self.by_sequence:
+            row = [sample for sample in row if len(sample.input_ids)]
+        trial = trial_of(self.model, self.fields(row))
+        return replace(trial, is_strict=True, **({} if self.collate is None else {"packed": self._row(row)}))
+
+    def for_trials(self) -> list[dict[str, Tensor]]:
+        """Three sequences, as ``pack_model(model, verify=...)`` takes them."""
+        return self.fields(self.draw([min(max(length, self.least), self.most) for length in (24, 3, 9)]))
+
+    def fields(self, row: Sequence[Sample]) -> list[dict[str, Tensor]]:
+        """Samples as ``RaggedBatch.from_samples`` takes them, with the labels where the model computes a loss."""
+        name = "labels" if self.has_loss else "decoder_input_ids" if self.is_encoder_decoder else None
+        return [{"input_ids": each.input_ids} | ({} if name is None else {name: each.labels}) for each in row]
+
+    def packed(self, row: Sequence[Sample]) -> RowOutputs:
+        """All sequences in one row."""
+        outputs = self.model(**self._row(row), **self._without_cache())
+        logits, loss = _logits(outputs), _loss(outputs)
+        if self.by_sequence:
+            return RowOutputs([*logits], loss)
+        sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
+        flat = logits[0] if logits.ndim == 3 else logits
+        if len(flat) != sum(sizes):
+            raise InputError(
+                "the model's outputs do not lie end to end",
+                expected=f"[1, {sum(sizes)}, ...]",
+                found=list(logits.shape),
+            )
+        return RowOutputs([*flat.split(sizes)], loss)
+
+    @contextmanager
+    def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:
+        """The row with one sequence whose embeddings are nan: its tokens are one id, which no other sequence has."""
+        used = {int(token) for sample in row for token in (*sample.input_ids, *sample.labels.flatten())}
+        poison = next(token for token in range(self.vocabulary) if token not in used | self.special)
+        sample = replace(row[place], input_ids=torch.full_like(row[place].input_ids, poison))
+
+        def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
+            tokens = inputs[0] if inputs else None
+            if (
+                isinstance(tokens, Tensor)
+                and isinstance(output, Tensor)
+                and output.shape[: tokens.ndim] == tokens.shape
+            ):
+                return output.masked_fill((tokens == poison)[..., None], torch.nan)
+            return output
+
+        hook = _embedding(self.model).register_forward_hook(spoil)
+        try:
+            yield [*row[:place], sample, *row[place + 1 :]]
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def in_double(self) -> Iterator[Samples]:
+        """The same in float64, experts by plain products: the grouped ones take no float64."""
+        configs: dict[int, Any] = {
+            id(part.config): part.config for part in self.model.modules() if hasattr(part, "config")
+        }
+        experts = [(each, each._experts_implementation) for each in configs.values() if hasattr(each, _EXPERTS_BY)]
+        for config, _ in experts:
+            config._experts_implementation = "eager"
+        before = {name: value.dtype for name, value in self.model.state_dict().items()}
+        weights = copy.deepcopy(self.model.state_dict())
+        self.model.double()
+        try:
+            yield self._again(self.seed)
+        finally:
+            for config, implementation in experts:
+                config._experts_implementation = implementation
+            self.model.to(self.dtype)
+            self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
+
+    def _again(self, seed: int) -> Samples:
+        again = Samples(self.model, self.collate, seed)
+        again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
+        return again
+
+    # Keywords.
+
+    def _row(self, row: Sequence[Sample]) -> dict[str, Any]:
+        if self.collate is not None:
+            return dict(self.collate([{"input_ids": each.input_ids, "labels": each.labels} for each in row]))
+        return moved(row_of(self.model, self.fields(row)), self.device)
+
+    def _without_cache(self) -> dict[str, Any]:
+        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_input_embeddings", None)
+    found = None
+    if get is not None:
+        try:
+            found = get()
+        except NotImplementedError:
+            found = None
+    if found is None:
+        found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if found is None:
+        raise InputError("the model has no embedding of tokens", where=type(model).__name__)
+    return found
+
+
+def _logits(outputs: Any) -> Tensor:
+    if isinstance(outputs, dict):
+        for name in ("logits", "prediction_logits", "last_hidden_state"):
+            if isinstance(outputs.get(name), Tensor):
+                return outputs[name]
+        if isinstance(outputs.get("start_logits"), Tensor):  # question answering
+            return torch.stack([outputs["start_logits"], outputs["end_logits"]], -1)
+    parts = outputs.values() if isinstance(outputs, dict) else outputs
+    return next(part for part in parts if isinstance(part, Tensor) and part.ndim >= 2)
+
+
+def _loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, dict) else None
