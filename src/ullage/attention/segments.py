@@ -64,7 +64,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     calls = alike([sizes], is_whole)
     items = end_to_end([*calls, windowed])
     # Each sequence gets as many places as it has tokens; a windowed one is filled up to whole blocks.
-    block = block_size(window)
+    block = _block_size(window)
     slots = sizes[items]
     num_blocks = -(-sizes[windowed] // block)
     slots[len(slots) - len(windowed) :] = num_blocks * block
@@ -80,7 +80,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     )
 
 
-def block_size(window: int | None) -> int:
+def _block_size(window: int | None) -> int:
     """Tokens in a block of a sliding window: a quarter of it, so that a fifth of the work is masked; at least 64."""
     return max(_LEAST_BLOCK, -(-(window or 0) // 4))
 
@@ -146,7 +146,7 @@ def _windowed(
         causal: whether a token sees only those before it.
         options: of scaled dot product attention.
     """
-    query, key, value = (tensor.unflatten(0, (-1, block_size(window))) for tensor in (query, key, value))
+    query, key, value = (tensor.unflatten(0, (-1, _block_size(window))) for tensor in (query, key, value))
     calls, back_to_row = _block_calls(order, window, causal, query.device)
     outputs = []
     for rows, seen, num_seen, mask in calls:
@@ -170,7 +170,7 @@ def _block_calls(
 
     Beside them the place of each block among the results. The arrangement is the same object in all layers.
     """
-    block = block_size(window)
+    block = _block_size(window)
     # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer
     # blocks, and so near its end.
     reach = -(-(window - 1) // block)
