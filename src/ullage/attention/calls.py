@@ -60,8 +60,8 @@ def module_calls() -> Iterator[Call]:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_code is code:
-            found = frame.f_locals
-            yield Call(found[module], found[positional], found[keywords])
+            variables = frame.f_locals
+            yield Call(variables[module], variables[positional], variables[keywords])
         frame = frame.f_back
 
 
@@ -89,8 +89,8 @@ def given() -> Given | None:
 
 def holders(module: nn.Module) -> list[nn.Module]:
     """Modules in progress that contain ``module``, the innermost first; the module itself if it is called alone."""
-    found = [call.module for call in module_calls() if any(part is module for part in call.module.modules())]
-    return found or [module]
+    around = [call.module for call in module_calls() if any(part is module for part in call.module.modules())]
+    return around or [module]
 
 
 @lru_cache(maxsize=256)

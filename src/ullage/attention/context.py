@@ -189,11 +189,11 @@ def serving(slices: Slices | None) -> ContextParallel | None:
 
     A row remembers it, because a layer may be recomputed after ``with`` has ended, or on a thread of the backward pass.
     """
-    found = _ACTIVE.get()
+    context = _ACTIVE.get()
     if slices is None:
-        return None if found is None or found.size == 1 else found
-    found = found or slices.served_by
-    if found is None:
+        return None if context is None or context.size == 1 else context
+    context = context or slices.served_by
+    if context is None:
         # A row cut into one slice is whole, so it needs no context around it.
         if slices.size == 1:
             return ContextParallel(Axis("cp"))
@@ -201,7 +201,7 @@ def serving(slices: Slices | None) -> ContextParallel | None:
             "a slice of a row came to the attention, but no context_parallel is in force",
             hint="call the model within context_parallel(axis)",
         )
-    return found
+    return context
 
 
 def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def unknown_parts(model: nn.Module) -> list[UnknownPart]:
     """
     families = _families(model)
     reasons: dict[type, str | None] = {}
-    found = [*_global_hooks(model), *_attention_of_others(model)]
+    unknown = [*_global_hooks(model), *_attention_of_others(model)]
     of_weights: tuple[str, ...] = ()
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -256,9 +256,9 @@ def unknown_parts(model: nn.Module) -> list[UnknownPart]:
             reasons[kind] = _reason(kind, families)
         reason = reasons[kind] or _replaced(module) or _variant(module) or _put_in(path, modules)
         if reason is not None:
-            found.append(UnknownPart(path, kind.__name__, reason))
-        found.extend(_hooks(path, module))
-    return found
+            unknown.append(UnknownPart(path, kind.__name__, reason))
+        unknown.extend(_hooks(path, module))
+    return unknown
 
 
 def _attention_of_others(model: nn.Module) -> Iterator[UnknownPart]:

@@ -111,9 +111,9 @@ def varlen_attention(
 
     Does not wait for the device.
     """
-    found = _varlen()
-    assert found is not None
-    kernel, wants_gqa = found
+    known = _varlen()
+    assert known is not None
+    kernel, wants_gqa = known
     # The kernel counts the tokens to the left of a query, a window counts the query too.
     reach = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": scale, "window_size": (reach, 0 if causal else reach)}

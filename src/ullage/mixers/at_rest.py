@@ -139,16 +139,16 @@ def embedded_inputs(model: nn.Module) -> Iterator[list[Leaf]]:
 
 
 def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = [
+    embeddings: list[tuple[str, nn.Module]] = [
         (path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)
     ]
     try:
         named = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     except (AttributeError, NotImplementedError):
-        return found
+        return embeddings
     if isinstance(named, nn.Module) and not any(isinstance(part, nn.Embedding) for part in named.modules()):
-        found += [(path, module) for path, module in model.named_modules() if module is named]
-    return found
+        embeddings += [(path, module) for path, module in model.named_modules() if module is named]
+    return embeddings
 
 
 class _Lookups(TorchFunctionMode):
@@ -262,8 +262,8 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configs that modules hold, each once."""
-    found = {id(config): config for part in model.modules() if hasattr(config := vars(part).get("config"), "to_dict")}
-    return list(found.values())
+    configs = {id(config): config for part in model.modules() if hasattr(config := vars(part).get("config"), "to_dict")}
+    return list(configs.values())
 
 
 def _devices(model: nn.Module) -> set[torch.device]:

@@ -152,11 +152,11 @@ class Groups:
         # The calls gave sequences 0, 2, 1: the sequences 0, 1, 2 are then at 0, 2, 1.
         values = torch.cat(list(parts))
         place_of = torch.from_numpy(np.argsort(self._order)).to(values.device)
-        found = values.index_select(0, place_of)
+        in_order = values.index_select(0, place_of)
         if len(self._order) == self.num_sequences:
-            return found
+            return in_order
         there = torch.from_numpy(np.sort(self._order)).to(values.device)
-        return found.new_zeros((self.num_sequences, *found.shape[1:])).index_copy(0, there, found)
+        return in_order.new_zeros((self.num_sequences, *in_order.shape[1:])).index_copy(0, there, in_order)
 
 
 def call_by_lengths(

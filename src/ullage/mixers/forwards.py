@@ -433,10 +433,10 @@ class BiasedForward(Forward):
         for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
             parts = [part.transpose(1, 2) for part in places]
             bias = None if position_bias is None else self._masked(position_bias, parts[0].shape[2])
-            found = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 *parts, attn_mask=bias, dropout_p=dropout, scale=getattr(module, "scaling", 1.0)
             )
-            mixed.append(found.transpose(1, 2).flatten(2))
+            mixed.append(attended.transpose(1, 2).flatten(2))
         joined = queries.join(mixed) if mixed else query.flatten(1)
         return module.o(joined[None]), position_bias, None
 

@@ -112,18 +112,18 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     refuse_learned_prompt(model)
     if is_put_in(model):
         return PackedModel(model, way_of(model))
-    found = ways_of(model)
+    candidates = ways_of(model)
     if verify is None:
-        for part in found.doubts:
+        for part in candidates.doubts:
             _logger.warning(
                 "%s may let packed sequences see each other: %s; pack_model(model, verify=samples) tells",
                 type(model).__name__,
                 part,
             )
-        put_in(model, found.sure, is_proved=found.is_certain)
-        return PackedModel(model, found.sure)
+        put_in(model, candidates.sure, is_proved=candidates.is_certain)
+        return PackedModel(model, candidates.sure)
     trial = trial_of(model, verify)
-    return PackedModel(model, first_accepted(model, found.ways, lambda: problem_of(lambda: prove(model, trial))))
+    return PackedModel(model, first_accepted(model, candidates.ways, lambda: problem_of(lambda: prove(model, trial))))
 
 
 def problem_of(proving: Callable[[], Proof]) -> str | None:
@@ -217,8 +217,8 @@ def _reasons(refused: Sequence[tuple[Way, str]]) -> str:
 
 
 def _place(reason: str) -> str | None:
-    _, found, place = reason.partition(", first in ")
-    return place if found else None
+    _, separator, place = reason.partition(", first in ")
+    return place if separator else None
 
 
 def _adverb(way: Way) -> str:

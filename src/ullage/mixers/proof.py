@@ -322,8 +322,8 @@ def _typical(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def _has_own_loss(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits) -> bool:
     """Whether the loss is not a mean over labels, or over sequences, and may well be so."""
-    found = None if trial.is_strict else _loss_difference(trial, alone, packed)
-    return found is not None and not found[0] <= limits.loss
+    difference = None if trial.is_strict else _loss_difference(trial, alone, packed)
+    return difference is not None and not difference[0] <= limits.loss
 
 
 def _loss_difference(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome) -> tuple[float, float] | None:
@@ -342,11 +342,11 @@ def _losses_compared(
     left.extend(packed.parts)
     if packed.loss is None:
         return
-    found = _loss_difference(trial, alone, packed)
-    if found is None:
+    difference = _loss_difference(trial, alone, packed)
+    if difference is None:
         left.append("the loss: no mean over labels, or over sequences")
         return
-    value, size = found
+    value, size = difference
     # A mean over labels adds up what the outputs differ by; it may itself be near zero.
     limit = max(limits.loss, limits.loss / max(size, 1e-30))
     if agrees and not value <= limit and not trial.is_strict:
@@ -383,12 +383,12 @@ def _relative(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, 
 
 
 def _by_embedding(outcomes: Sequence[CallOutcome]) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
-    found: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
+    by_name: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
     for outcome in outcomes:
         for leaf, gradient in zip(outcome.leaves, outcome.gradients):
             if gradient is not None:
-                found.setdefault(leaf.name, []).append((leaf.ids, gradient))
-    return found
+                by_name.setdefault(leaf.name, []).append((leaf.ids, gradient))
+    return by_name
 
 
 def _added_up(
@@ -492,8 +492,8 @@ class _Compared:
 
     def _of_call(self, place: int, name: str, size: int) -> Tensor | None:
         values = [getattr(each, name) for each in self.alone[place].get(self.call.path, ())]
-        found = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
-        return found[self.number] if self.number < len(found) else None
+        alike = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
+        return alike[self.number] if self.number < len(alike) else None
 
 
 def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:

@@ -296,8 +296,8 @@ class TrialRun:
         if not weighed or not wanted:
             return [], []
         total = torch.stack([each.float() for each in weighed]).sum()
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
-        return list(found[: len(leaves)]), list(found[len(leaves) :])
+        gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+        return list(gradients[: len(leaves)]), list(gradients[len(leaves) :])
 
     def _loss(self, outputs: Any) -> tuple[Tensor | None, list[str]]:
         """The loss of a call, without the balance of experts, which is a mean over all tokens of the call."""

@@ -109,13 +109,13 @@ def loss_of_answers(model: nn.Module, outputs: Sequence[Any], groups: Groups, ke
     The mean of two means: over the places of starts that lie in their sequences, and over those of ends. Waits for the
     device. Source: ``transformers.loss.loss_utils.ForQuestionAnsweringLoss``.
     """
-    found = [keywords.get(name) for name in _PLACES]
+    answers = [keywords.get(name) for name in _PLACES]
     is_known = isinstance(outputs[0], Mapping) and all(name in outputs[0] for name in _PLACES.values())
-    if not is_known or any(each is None for each in found) or package_of(loss_author(model)[0]) != "transformers":
+    if not is_known or any(each is None for each in answers) or package_of(loss_author(model)[0]) != "transformers":
         return None
     parts: list[Tensor] = []
     is_behind = False
-    for places, scores in zip(found, _PLACES.values()):
+    for places, scores in zip(answers, _PLACES.values()):
         assert isinstance(places, Tensor)
         total: Any = 0
         number: Any = 0

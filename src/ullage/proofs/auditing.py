@@ -240,9 +240,9 @@ def compare(samples: Samples) -> Iterator[Check]:
 def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **options: Any) -> Iterator[Check]:
     """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit."""
     model = samples.model
-    found = prove(bare(model), samples.trial(row), call=model, training=False, **options).differences
+    compared = prove(bare(model), samples.trial(row), call=model, training=False, **options).differences
     for kind, name in names.items():
-        of_kind = [each for each in found if each.kind == kind]
+        of_kind = [each for each in compared if each.kind == kind]
         if of_kind:
             worst = max(of_kind, key=lambda each: each.value / each.limit)
             yield Check(name, worst.value, worst.limit)
@@ -259,16 +259,16 @@ def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
 def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -> Iterator[Check]:
     limits = (0.0, 0.0)
     if not samples.is_routed:
-        found = _others_differ(samples, row, backward=backward)
+        largest_of_kind = _others_differ(samples, row, backward=backward)
     else:
         # In float64: an expert's product has another shape when another sequence's tokens come to it.
         try:
             with samples.in_double() as judged:
-                found, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
+                largest_of_kind, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
         except RuntimeError:  # the model computes a part in float32, whatever its weights are
             limits = limits_of(samples.dtype)[:2]
-            found = _others_differ(samples, row, backward=backward)
-    for what, value, limit in zip(("other tokens", "other gradients"), found, limits):
+            largest_of_kind = _others_differ(samples, row, backward=backward)
+    for what, value, limit in zip(("other tokens", "other gradients"), largest_of_kind, limits):
         yield Check(f"{name}{what}", value, limit, leaks=True)
 
 
@@ -314,8 +314,8 @@ class _PackedCall:
         wanted = [*parameters, *(leaf.value for leaf in self.leaves)]
         if not wanted or not value.requires_grad:
             return [], []
-        found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
-        dense = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(wanted, found)]
+        gradients = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
+        dense = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(wanted, gradients)]
         return dense[: len(parameters)], dense[len(parameters) :]
 
 
@@ -350,7 +350,7 @@ def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, 
     before, after = first.leaves, second.leaves
     fixed = torch.tensor(sorted(first.samples.special))
     calls = Counter(leaf.name for leaf in before)
-    found = []
+    places = []
     for at, (ours, theirs) in enumerate(zip(before, after)):
         if ours.ids is None or theirs.ids is None or ours.ids.shape != theirs.ids.shape or ours.ids.ndim < 2:
             continue
@@ -362,9 +362,9 @@ def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, 
             same[:, int(here.min()) : int(here.max()) + 1] = False
         else:
             same[changed.flatten(1).any(1)] = False
-        found.append((at, same, changed))
-    changing = {before[at].name for at, _, changed in found if changed.any()}
-    return [each for each in found if before[each[0]].name in changing]
+        places.append((at, same, changed))
+    changing = {before[at].name for at, _, changed in places if changed.any()}
+    return [each for each in places if before[each[0]].name in changing]
 
 
 @torch.no_grad()
@@ -607,17 +607,17 @@ class Samples:
 
 def _embedding(model: nn.Module) -> nn.Module:
     get = getattr(model, "get_input_embeddings", None)
-    found = None
+    table = None
     if get is not None:
         try:
-            found = get()
+            table = get()
         except NotImplementedError:
-            found = None
-    if found is None:
-        found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if found is None:
+            table = None
+    if table is None:
+        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if table is None:
         raise InputError("the model has no embedding of tokens", where=type(model).__name__)
-    return found
+    return table
 
 
 def _logits(outputs: Any) -> Tensor:
