@@ -10,7 +10,13 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+)
 
 import ullage
 from ullage import RaggedBatch, pack_model
@@ -343,6 +349,9 @@ def test_a_model_whose_sequences_compete_is_refused_with_the_path():
         pack_model(tiny_model("switch_transformers", "seq2seq"))
     with pytest.raises(InputError, match="hashes its tokens at random"):
         pack_model(tiny_model("reformer", "causal"))
+    config = BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(InputError, match=r"compares the sequences of a question.*\(BertForMultipleChoice\)"):
+        pack_model(BertForMultipleChoice(config))
 
 
 @pytest.mark.parametrize(

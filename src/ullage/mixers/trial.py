@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ullage.attention.heads import (
     KNOWN_AUTHORS,
-    is_multiple_choice,
     loss_author,
     loss_shifts,
     package_of,
@@ -81,8 +80,6 @@ def trial_of(
     if targets and package_of(loss_author(model)[0]) == "ullage":
         # Ours takes -100 in padded targets for padding, and not in ragged ones.
         alone = [each | {name: _as_nested(each[name]) for name in targets} for each in alone]
-    if is_multiple_choice(model):  # each choice as a question of one
-        alone = [{name: value[None] for name, value in choice.items()} for choice in alone]
     counts, is_strict = counts_of(model, alone)
     return Trial(
         [moved(each, device) for each in alone],

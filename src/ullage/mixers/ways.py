@@ -23,7 +23,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from ullage.attention.heads import package_of_forward, spans_sequences, works_by_token
+from ullage.attention.heads import is_multiple_choice, package_of_forward, spans_sequences, works_by_token
 from ullage.attention.parts import UnknownPart, lora_variants, unknown_parts
 from ullage.attention.support import (
     NAME,
@@ -217,6 +217,8 @@ def require_independent_rows(model: nn.Module) -> None:
     """Raise ``CompetingSequences`` for a model in which those of one batch compete, with the path of the part."""
     config: Any = getattr(model, "config", None)
     reason = _RANDOM.get(getattr(config, "model_type", None) or "")
+    if is_multiple_choice(model):
+        reason = "compares the sequences of a question, its choices, with each other"
     if reason is not None:
         raise _competes(type(model).__name__, reason)
     for path, module in _text_modules(model):

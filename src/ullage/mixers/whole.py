@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import (
-    is_multiple_choice,
     loss_author,
     loss_divides_by_count,
     package_of,
@@ -45,8 +44,6 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     if not by_sequence:
         require_one_loss(model, labels_by_sequence(keywords, row))
     config = getattr(model, "config", None)
-    if is_multiple_choice(model):
-        own = of_one_choice(own)
     # Heads that look for a sequence's last token take one sequence at a time where padding has no id.
     alone = by_sequence and getattr(config, "pad_token_id", None) is None
     groups = row.one_by_one if alone else row.alike
@@ -157,15 +154,3 @@ def labels_by_sequence(keywords: Mapping[str, Any], row: PackedRow) -> list[str]
         return []
     tensors = {name: value for name, value in keywords.items() if isinstance(value, Tensor) and value.ndim}
     return [name for name, value in tensors.items() if value.shape[0] == len(row) and value.ndim == 1]
-
-
-def of_one_choice(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a head of multiple choice, which scores each choice by itself, for rows [n, L] of one each."""
-
-    def forward(**keywords: Any) -> Any:
-        return own(**{
-            name: value.unsqueeze(1) if isinstance(value, Tensor) and value.ndim > 1 else value
-            for name, value in keywords.items()
-        })  # fmt: skip
-
-    return forward
