@@ -22,9 +22,15 @@ from torch import Tensor, nn
 
 from ullage.errors import InputError
 from ullage.layout import Layout
-from ullage.mixers.by_lengths import TARGET_LENGTH_NAMES, PackedRow, call_by_lengths, join_outputs, require_cuttable
+from ullage.mixers.by_lengths import (
+    TARGET_LENGTH_NAMES,
+    PackedRow,
+    call_by_lengths,
+    call_whole,
+    join_outputs,
+    require_cuttable,
+)
 from ullage.mixers.ways import Way
-from ullage.mixers.whole import call_whole
 from ullage.rows import LENGTH_NAMES, Calls, read_row, usual_positions
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.

@@ -13,9 +13,9 @@ from ullage.attention.heads import is_multiple_choice
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
+from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
-from ullage.mixers.whole import require_one_loss
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss
 
