@@ -5,9 +5,8 @@ and renamed when every rank has written its part. The staging folder is named af
 thing never touches another, and the next save of the same thing removes what was left of it. Names that begin with
 ``_`` are taken for no checkpoint by Trainer, and are not uploaded.
 
-A folder that is replaced trades places with the new one in one step (``renameat2`` of Linux). Where a system has no
-such step, the old one is renamed to ``_checkpoint-8.replaced`` first: :func:`recover` puts it back if the process was
-killed before the new one was in its place.
+A folder that is replaced is renamed to ``_checkpoint-8.replaced`` first: :func:`recover` puts it back if the process
+was killed before the new one was in its place.
 
 Machines need not share a disk. Every process that is the first of its machine leaves a mark in the staging folder; the
 lowest mark that a rank sees is the owner of its disk, who writes the manifest of what lies there and puts it in place.
@@ -21,7 +20,6 @@ room, "unexpected pos 204608 vs 204500": :func:`one_line` says it, whatever libr
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -40,9 +38,6 @@ from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
 PARTIAL = "_partial"
 
 _MARK = ".rank-"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-#: Errors of a system that cannot swap two names: no such call, not on this file system, or forbidden in a sandbox.
-_CANNOT_SWAP = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 #: What libraries say when a file cannot be written, other than OSError.
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
@@ -57,7 +52,7 @@ def staging_of(target: Path) -> Path:
 
 
 def old_of(target: Path) -> Path:
-    """The place of the folder ``target`` while it is replaced, if two names cannot be swapped."""
+    """The place of the folder ``target`` while it is replaced."""
     return target.with_name(f"_{target.name}.replaced")
 
 
@@ -261,14 +256,14 @@ def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[i
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
-    """Rename ``place`` to ``target``. A folder that is there is swapped for it, or set aside if it is damaged."""
+    """Rename ``place`` to ``target``. A folder that is there makes room for it, or is set aside if it is damaged."""
     # What an earlier kill left comes first, so that .replaced is free and holds nothing that is needed.
     recover(target)
     if damaged and os.path.lexists(target):
         target.rename(name_for_damaged(target))
     if not target.is_dir():
         place.replace(target)
-    elif not _swap(place, target):
+    else:
         # Here is a moment without `target`. A kill in it leaves .replaced, which recover() puts back.
         old = old_of(target)
         target.rename(old)
@@ -276,21 +271,6 @@ def _put(place: Path, target: Path, damaged: bool = False) -> None:
         shutil.rmtree(old, ignore_errors=True)
     # The rename is an entry of the parent: it lasts when that is on the disk.
     _flush_entry(target.parent)
-
-
-def _swap(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
-    try:
-        # Python has no renameat2; glibc has it since 2.28.
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT_SWAP:
-        return False
-    raise OSError(code, os.strerror(code), str(other))
 
 
 def _flush(folder: Path) -> None:
