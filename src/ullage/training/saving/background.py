@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import time
@@ -47,10 +46,6 @@ from ullage.ranks.world import agreement, meeting_over
 from ullage.replacing import replaced
 
 _LOG = logging.getLogger(__name__)
-#: Bytes of one mapping, at least: so many that small tensors share it.
-_SLAB_BYTES = 64 << 20
-#: Where each copy begins, so that it may be of any dtype.
-_ALIGNMENT = 64
 #: torch's dtypes by the names in safetensors' headers. Packed ones, which have no name there, are not copied.
 _DTYPES = {name: getattr(torch, dtype) for dtype, name in SAFETENSORS.items()}
 
@@ -62,36 +57,25 @@ class HostMemory:
     """Host memory that is kept for the next snapshot: fresh pages cost ten times as much as the copy into them."""
 
     def __init__(self) -> None:
-        # Each with the bytes of it that are taken.
-        self._slabs: list[tuple[mmap.mmap, int]] = []
+        self._copies: list[Tensor] = []
+        self._taken = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are held, taken or not."""
-        return sum(len(slab) for slab, _ in self._slabs)
+        return sum(copy.numel() for copy in self._copies)
 
     def copy_of(self, source: Tensor) -> Tensor:
         """The bytes ``source`` [n], uint8 on the host, in memory that is held until :meth:`give_back`."""
-        size = source.numel()
-        if not size:
-            return torch.empty(0, dtype=torch.uint8)
-        room = -(-size // _ALIGNMENT) * _ALIGNMENT
-        # Saves of one run copy the same tensors in the same order, so the first slab with room is the one of last time.
-        at = next((i for i, (slab, taken) in enumerate(self._slabs) if taken + room <= len(slab)), None)
-        if at is None:
-            slab = mmap.mmap(-1, max(room, _SLAB_BYTES))
-            with contextlib.suppress(OSError, AttributeError):  # fewer and larger pages, where there are any
-                slab.madvise(mmap.MADV_HUGEPAGE)
-            self._slabs.append((slab, 0))
-            at = len(self._slabs) - 1
-        slab, taken = self._slabs[at]
-        self._slabs[at] = slab, taken + room
-        copy = torch.frombuffer(slab, dtype=torch.uint8, count=size, offset=taken)
-        return copy.copy_(source)
+        # Saves of one run copy the same tensors in the same order, so copy number k has the size of last time's.
+        number, self._taken = self._taken, self._taken + 1
+        if number == len(self._copies) or self._copies[number].numel() != source.numel():
+            self._copies[number : number + 1] = [torch.empty(source.numel(), dtype=torch.uint8)]
+        return self._copies[number].copy_(source)
 
     def give_back(self) -> None:
         """All memory is free to be copied into again."""
-        self._slabs = [(slab, 0) for slab, _ in self._slabs]
+        self._taken = 0
 
 
 class Snapshot:
