@@ -153,8 +153,8 @@ class SampleRows:
     width: int | None = None
     order: tuple[int, ...] | None = None
 
-    def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], Any]:
-        """``value`` by sample, and whether it has one entry per token; tuples and dicts part by part, both alike.
+    def split(self, value: Any, *, per_row: bool = False) -> tuple[list[Any], bool]:
+        """``value`` by sample, and whether it has one entry per token.
 
         ``per_row`` settles what a shape of at most two dims leaves open: [N, C] where C is also the width of the rows.
         Raises ``InputError`` for a shape that fits no sample.
@@ -162,13 +162,6 @@ class SampleRows:
         if isinstance(value, PackedSequence):
             batch = RaggedBatch.from_packed_sequence(value, "value")
             return [sample["value"] for sample in batch.samples()], True
-        if isinstance(value, Mapping):
-            named = {name: self.split(part, per_row=per_row) for name, part in value.items()}
-            entries = [{name: part[i] for name, (part, _) in named.items()} for i in range(self.num)]
-            return entries, {name: each for name, (_, each) in named.items()}
-        if isinstance(value, (tuple, list)):
-            parts = [self.split(part, per_row=per_row) for part in value]
-            return [tuple(part[i] for part, _ in parts) for i in range(self.num)], tuple(each for _, each in parts)
         if value.is_nested:
             return list(value.unbind()), True
         # A shape may fit both readings, [N, L] per token and [N, C] per sequence. Per token is tried first, unless the
@@ -293,7 +286,7 @@ def target_rows(labels: Tensor) -> SampleRows:
     return SampleRows(len(lengths), starts=(0,) * len(lengths), lengths=lengths, width=labels.shape[1])
 
 
-def by_sample(inputs: Any, name: str, rows: SampleRows, *, per_row: bool = False) -> tuple[list[Any], Any]:
+def by_sample(inputs: Any, name: str, rows: SampleRows, *, per_row: bool = False) -> tuple[list[Any], bool]:
     """A field of the batch as it was collated, by sample, and whether it has one entry per token.
 
     ``per_row``: it is known to have one entry per sequence, whatever its shape looks like.

@@ -14,13 +14,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from ullage.attention.heads import package_of
@@ -28,10 +28,20 @@ from ullage.batch import RaggedBatch
 from ullage.errors import InputError
 from ullage.ranks import Axis, agree
 from ullage.ranks.wire import gather_objects
+from ullage.ranks.world import gather
 from ullage.replacing import replaced
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
-from ullage.training.evaluation.predicting import Frame, Predictor, Record, as_tensors, missing_labels
+from ullage.training.evaluation.predicting import (
+    BySample,
+    Frame,
+    Predictor,
+    Record,
+    as_tensors,
+    concatenated,
+    each_part,
+    missing_labels,
+)
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.packing import Packer
@@ -102,7 +112,7 @@ class Evaluator:
                     self._evaluate_batch(model, microbatch, record, description, loss_only, ignore_keys)
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
 
-        record, metrics, problem = Record(in_rows=not self.predictor.by_sample), None, None
+        record, metrics, problem = Record(), None, None
         self.is_running = True
         try:
             if batchwise:
@@ -164,17 +174,18 @@ class Evaluator:
             except Exception as error:
                 problem = error
             # A repeated batch is evaluated, as sharded models need all ranks, but contributes nothing.
-            real = share is None or len(record.batches) <= share.num_real
-            ranks = self._meet(record, real, problem)
+            is_real = share is None or len(record.batches) <= share.num_real
+            mine = record.batches[-1].entries if is_real else {}
             # One gather per batch, on every rank: equally many batches each, and a failed rank still comes to this one.
-            if ranks is None:
+            ranks = gather(mine if problem is None else None, self._trainer.args.world_size > 1)
+            if any(held is None for held in ranks):
                 break
             try:
-                metrics = self._metrics_of_step(record, ranks, last) or metrics
+                metrics = self._metrics_of_step(ranks, last) or metrics
             except Exception as error:
                 problem = error
             if not keep:
-                record.forget_batch()
+                record.batches[-1].entries.clear()
         return metrics, problem
 
     def _prepared(self, prepare: Callable[..., Any], description: str) -> nn.Module:
@@ -214,10 +225,10 @@ class Evaluator:
         record.add(rows.num, loss, None if elements is None else counting.count_labels(elements))
         if prediction_loss_only:
             return
-        if self.predictor.by_sample:
-            self._keep_by_sample(inputs, record, rows, predicted)
-        else:
-            self._keep_in_rows(inputs, record, rows.num, predicted)
+        if "loss" in self._trainer.args.include_for_metrics and loss is not None:
+            record.keep("losses", loss.repeat(rows.num))
+        keep = self._keep_by_sample if self.predictor.by_sample else self._keep_in_rows
+        keep(inputs, record, rows, *predicted[1:])
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what is evaluated is reported by transformers' own ``evaluate``, which needs a loss for it."""
@@ -238,65 +249,45 @@ class Evaluator:
             return False
         return loss_only or trainer.compute_metrics is not None
 
-    def _keep_in_rows(self, inputs: Any, record: Record, number: int, predicted: tuple[Any, Any, Any]) -> None:
-        """Keep rows of what transformers keeps of a batch of ``number`` samples."""
-        loss, outputs, labels = predicted
+    def _keep_in_rows(self, inputs: Any, record: Record, rows: forms.SampleRows, outputs: Any, labels: Any) -> None:
+        """Keep rows of what transformers keeps of a batch."""
         trainer, predictor, wanted = self._trainer, self.predictor, self._trainer.args.include_for_metrics
-        if "loss" in wanted and loss is not None:
-            record.keep_rows("losses", loss.repeat(number))
         if "inputs" in wanted and trainer.args.batch_eval_metrics:  # transformers gives the batch
-            record.keep_rows("inputs", {name: predictor.field_rows(inputs, name) for name in _fields_of(inputs)})
+            record.keep("inputs", {name: predictor.field_rows(inputs, name) for name in _fields_of(inputs)})
         elif "inputs" in wanted and self._reader.main_input in inputs:
-            record.keep_rows("inputs", predictor.field_rows(inputs, self._reader.main_input))
+            record.keep("inputs", predictor.field_rows(inputs, self._reader.main_input))
         if labels is not None:
             labels = predictor.labels_as_collated(labels, inputs)
-            record.keep_rows("labels", labels)
+            record.keep("labels", labels)
         if outputs is not None:
             outputs = predictor.in_rows(outputs, inputs)
             if trainer.preprocess_logits_for_metrics is not None:
                 outputs = trainer.preprocess_logits_for_metrics(outputs, labels)
-            record.keep_rows("predictions", outputs)
+            record.keep("predictions", outputs)
 
-    def _keep_by_sample(
-        self, inputs: Any, record: Record, rows: forms.SampleRows, predicted: tuple[Any, Any, Any]
-    ) -> None:
+    def _keep_by_sample(self, inputs: Any, record: Record, rows: forms.SampleRows, outputs: Any, labels: Any) -> None:
         """Keep an array per sample, without padding."""
-        loss, outputs, labels = predicted
-        wanted = self._trainer.args.include_for_metrics
-        if "loss" in wanted and loss is not None:
-            record.keep("losses", [loss] * rows.num, False)
-        if "inputs" in wanted and self._reader.main_input in inputs:
-            record.keep("inputs", *forms.by_sample(inputs, self._reader.main_input, rows))
+        if "inputs" in self._trainer.args.include_for_metrics and self._reader.main_input in inputs:
+            record.keep("inputs", BySample(*forms.by_sample(inputs, self._reader.main_input, rows)))
         per_row = self.predictor.gives_rows
         names = self.predictor.labels_in(inputs)
         if names:
-            each = [forms.by_sample(inputs, name, rows, per_row=bool(per_row)) for name in names]
-            ragged = tuple(flag for _, flag in each)
-            if len(names) == 1:
-                record.keep("labels", each[0][0], ragged[0])
-            else:
-                record.keep("labels", list(zip(*(entries for entries, _ in each))), ragged)
+            each = [BySample(*forms.by_sample(inputs, name, rows, per_row=bool(per_row))) for name in names]
+            record.keep("labels", each[0] if len(each) == 1 else tuple(each))
             if per_row is None:
-                per_row = not any(ragged)
+                per_row = not any(samples.ragged for samples in each)
         if outputs is not None:
             if self._trainer.preprocess_logits_for_metrics is not None:
                 outputs = self._trainer.preprocess_logits_for_metrics(outputs, labels)
-            record.keep("predictions", *rows.split(outputs, per_row=bool(per_row)))
+            record.keep("predictions", each_part(lambda it: BySample(*rows.split(it, per_row=bool(per_row))), outputs))
 
-    def _meet(self, record: Record, real: bool, problem: Exception | None) -> list[dict[str, Any]] | None:
-        """Entries of this step from all ranks, without repeated batches; None if one of them has a problem."""
-        mine = {name: record.of_batch(name) for name in _KINDS} if problem is None and real else {}
-        ranks = [(problem is not None, mine)]
-        if self._trainer.args.world_size > 1:
-            ranks = gather_object(ranks)
-        return None if any(failed for failed, _ in ranks) else [held for _, held in ranks if held]
-
-    def _metrics_of_step(self, record: Record, ranks: list[dict[str, Any]], last: bool) -> dict[str, Any] | None:
-        assert self._trainer.compute_metrics is not None
-        found = {name: record.combined([held[name] for held in ranks]) for name in _KINDS}
+    def _metrics_of_step(self, ranks: list[dict[str, list[Any]]], last: bool) -> dict[str, Any] | None:
+        """What ``compute_metrics`` makes of a step. ``ranks``: what each has kept of it, if not repeated."""
+        compute: Any = self._trainer.compute_metrics
+        steps = {name: [block for held in ranks for block in held.get(name, [])] for name in _KINDS}
+        found = {name: concatenated(blocks) if blocks else None for name, blocks in steps.items()}
         if found["predictions"] is None or found["labels"] is None:
             return None
-        compute: Any = self._trainer.compute_metrics
         device = None if self.predictor.by_sample else self._trainer.args.device
         tensors = {name: as_tensors(entries, device) for name, entries in found.items()}
         return compute(self._prediction(**tensors), compute_result=last)
@@ -329,9 +320,8 @@ class Evaluator:
     def _gather(self, mine: list[Any]) -> list[Any]:
         """The entries of all ranks that evaluate different samples, end to end."""
         sharding = sharding_of(self._trainer.model)
-        if sharding is None:
-            return gather_object(mine)
-        return [entry for rank in gather_objects(mine, sharding.topology.dp) for entry in rank]
+        axis = Axis.world() if sharding is None else sharding.topology.dp
+        return [entry for rank in gather_objects(mine, axis) for entry in rank]
 
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
@@ -369,61 +359,53 @@ def _fields_of(inputs: Any) -> list[str]:
     return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]
 
 
+@dataclass
 class _Share:
     """This rank's batches: ``num_real`` of its own, then repetitions whose results do not count.
 
     For a dataset of unknown size ``num_real`` is ``sys.maxsize`` until the last real batch has been read.
     """
 
-    num_real: int
+    batch_size: int
+    rank: int
+    world: int
+    num_real: int = sys.maxsize
 
-    def __init__(self, batch_size: int, rank: int, world: int) -> None:
-        self.batch_size, self.rank, self.world = batch_size, rank, world
-        self.num_real = sys.maxsize
+    def count(self, size: int) -> int:
+        """Settle ``num_real`` for a dataset of ``size`` samples; returns how many batches each rank runs."""
+        # 10 samples in batches of 2 are 5 batches: of two ranks rank 0 has 0, 2 and 4, rank 1 has 1 and 3 and runs one
+        # again.
+        batches = -(-size // self.batch_size)
+        self.num_real = len(range(self.rank, batches, self.world))
+        return -(-batches // self.world)
 
-
-class _ShareOfIndices(_Share, Sampler[list[int]]):
-    """Lists of indices, for a dataset of known size."""
-
-    def __init__(self, size: int, batch_size: int, rank: int, world: int) -> None:
-        super().__init__(batch_size, rank, world)
-        self.size = size
-        self.batches = -(-size // batch_size)
-        self.num_real = len(range(rank, self.batches, world))
-
-    def __len__(self) -> int:
-        return -(-self.batches // self.world)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for k in range(len(self)):
-            # Batch 0 stands in where this rank has run out: it is there in every dataset, and its result is cut off.
-            batch = self.rank + k * self.world if k < self.num_real else 0
-            start = batch * self.batch_size
-            yield list(range(start, min(start + self.batch_size, self.size)))
+    def indices(self, size: int) -> list[list[int]]:
+        """The batches of a dataset of known size."""
+        batches = [list(range(at, min(at + self.batch_size, size))) for at in range(0, size, self.batch_size)]
+        # Batch 0 stands in where this rank has run out: it is there in every dataset, and its result is cut off.
+        repeated = self.count(size) - self.num_real
+        return batches[self.rank :: self.world] + batches[:1] * repeated
 
 
-class _ShareOfStream(_Share, IterableDataset):
-    """Samples, for a dataset that can only be read through: each rank reads all of it and keeps its batches."""
+class _Stream(IterableDataset):
+    """The share of a dataset that can only be read through: each rank reads all of it and keeps its batches."""
 
-    def __init__(self, dataset: Any, batch_size: int, rank: int, world: int) -> None:
-        super().__init__(batch_size, rank, world)
-        self.dataset = dataset
+    def __init__(self, dataset: Any, share: _Share) -> None:
+        self.dataset, self.share = dataset, share
 
     def __iter__(self) -> Iterator[Any]:
         # The length is unknown until the end, so the samples of batch 0 are kept in case this rank has to repeat them.
         first: list[Any] = []
         count = 0
         for count, sample in enumerate(self.dataset, start=1):
-            batch = (count - 1) // self.batch_size
+            batch = (count - 1) // self.share.batch_size
             if batch == 0:
                 first.append(sample)
-            if batch % self.world == self.rank:
+            if batch % self.share.world == self.share.rank:
                 yield sample
         # Only the last batch of all can be short, and it is in the last round; so the rank that has it repeats nothing,
         # and DataLoader, which cuts the samples into batches again, mixes no repeated samples into it.
-        batches = -(-count // self.batch_size)
-        self.num_real = len(range(self.rank, batches, self.world))
-        if self.num_real < -(-batches // self.world):
+        if self.share.count(count) > self.share.num_real:
             yield from first
 
 
@@ -434,7 +416,7 @@ class EvaluationLoader(DataLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks read at once, under the name that accelerate gives it."""
+        """BySample that all ranks read at once, under the name that accelerate gives it."""
         return self.share.batch_size * self.share.world
 
 
@@ -459,18 +441,16 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
         dataset = trainer._remove_unused_columns(dataset, description=description)
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description=description)
-    rank, world = data_ranks(trainer)
+    share = _Share(batch_size, *data_ranks(trainer))
     options = {"collate_fn": collator, "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available()}
     # A dataset without indices is read in this process: worker processes would each read all of it.
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        share = _ShareOfStream(dataset, batch_size, rank, world)
-        loader = EvaluationLoader(share, batch_size=batch_size, **options)
+        loader = EvaluationLoader(_Stream(dataset, share), batch_size=batch_size, **options)
     else:
-        share = _ShareOfIndices(len(dataset), batch_size, rank, world)
         workers = args.dataloader_num_workers
         loader = EvaluationLoader(
             dataset,  # pyright: ignore[reportArgumentType]
-            batch_sampler=share,
+            batch_sampler=share.indices(len(dataset)),
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,
             multiprocessing_context=args.dataloader_multiprocessing_context,

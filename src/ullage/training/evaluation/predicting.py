@@ -104,11 +104,20 @@ def in_rows(entries: Sequence[Tensor], frame: Frame | None = None) -> Tensor:
     return made
 
 
-def concatenated(blocks: list[Any]) -> Any:
-    """Arrays of batches [n, ...] as one, filled with -100 up to the largest; in tuples and dicts part by part.
+@dataclass
+class BySample:
+    """The arrays of the samples of a batch. ``ragged``: whether they have one value per token."""
 
-    transformers' ``nested_concat`` over all batches at once, and in every dim but the first. ``blocks`` is emptied, so
-    that at no time all of it is there twice.
+    entries: list[Any]
+    ragged: bool
+
+
+def concatenated(blocks: list[Any]) -> Any:
+    """What is kept of batches as one; in tuples and dicts part by part.
+
+    Arrays [n, ...] are filled with -100 up to the largest: transformers' ``nested_concat`` over all batches at once,
+    and in every dim but the first. :class:`BySample` are one array where there is one value per sequence, all of one
+    shape, else a list. ``blocks`` is emptied, so that at no time all of it is there twice.
     """
     first = blocks[0]
     if isinstance(first, (tuple, Mapping)):
@@ -121,7 +130,11 @@ def concatenated(blocks: list[Any]) -> Any:
     return _joined(blocks)
 
 
-def _joined(blocks: list[np.ndarray]) -> np.ndarray:
+def _joined(blocks: list[Any]) -> Any:
+    if isinstance(blocks[0], BySample):
+        entries = [entry for block in blocks for entry in block.entries]
+        is_alike = not any(block.ragged for block in blocks) and len({entry.shape for entry in entries}) == 1
+        return np.stack(entries) if is_alike else entries
     if len({block.ndim for block in blocks}) > 1:
         raise InputError(
             "the outputs of two batches cannot be put into one array",
@@ -355,8 +368,6 @@ def _tensors_of(value: Any) -> Any:
     return None
 
 
-#: Whether an entry has one value per token; a tuple or dict of such where the entry is a tuple or dict.
-Ragged = Any
 #: Parts in which ranks send what they kept.
 _ROUNDS = 64
 
@@ -364,7 +375,7 @@ _ROUNDS = 64
 @dataclass
 class _Batch:
     # Of one batch of the dataset: (mean, number of elements it is over) of each microbatch, samples of all of them, by
-    # kind one array per sample, and what the trainer's own loss appended to its metrics.
+    # kind what each microbatch gave, and what the trainer's own loss appended to its metrics.
     losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     num_samples: int = 0
     entries: dict[str, list[Any]] = field(default_factory=dict)
@@ -373,19 +384,15 @@ class _Batch:
 
 @dataclass
 class Record:
-    """Results of this rank: mean losses with their counts by batch; predictions, labels and inputs by sample.
+    """Results of this rank by batch: mean losses with their counts; predictions, labels and inputs.
 
     Attributes:
         batches: in the order in which they were begun.
-        in_rows: what is kept are rows of batches [n, ...] (:meth:`keep_rows`), not arrays by sample (:meth:`keep`).
         has_loss: whether any batch had a loss.
-        ragged: by kind of entry, whether its parts have one value per token.
     """
 
     batches: list[_Batch] = field(default_factory=list)
-    in_rows: bool = False
     has_loss: bool = False
-    ragged: dict[str, Ragged] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Start a batch of the dataset; what follows belongs to it."""
@@ -398,14 +405,12 @@ class Record:
             self.has_loss = True
             self.batches[-1].losses.append((loss, torch.tensor(num_samples) if count is None else count))
 
-    def keep(self, name: str, entries: list[Any], ragged: Ragged) -> None:
-        """Add entries to ``predictions``, ``labels``, ``inputs`` or ``losses``, as arrays on the host."""
-        self.batches[-1].entries.setdefault(name, []).extend(_as_array(entry) for entry in entries)
-        self.ragged[name] = _either(self.ragged.get(name), ragged)
+    def keep(self, name: str, block: Any) -> None:
+        """Add to ``predictions``, ``labels``, ``inputs`` or ``losses`` what a microbatch gave, as arrays on the host.
 
-    def keep_rows(self, name: str, rows: Any) -> None:
-        """Add the rows of a batch [n, ...], as arrays on the host; tuples and dicts of such."""
-        self.batches[-1].entries.setdefault(name, []).append(_as_array(rows))
+        ``block``: rows [n, ...] or :class:`BySample`; tuples and dicts of such.
+        """
+        self.batches[-1].entries.setdefault(name, []).append(_as_arrays(block))
 
     def cut(self, num_real: int) -> None:
         """Drop all batches after the first ``num_real``: they repeated samples to keep the ranks in step."""
@@ -427,24 +432,16 @@ class Record:
         """What the trainer's own loss appended to its metrics, call by call."""
         return [call for batch in self.batches for call in batch.metrics]
 
-    def of_batch(self, name: str) -> tuple[list[Any], Ragged]:
-        """The entries of a kind in the batch that was begun last, and which of their parts are ragged."""
-        return self.batches[-1].entries.get(name, []), self.ragged.get(name)
-
-    def forget_batch(self) -> None:
-        """Drop the entries of the batch that was begun last; its losses stay."""
-        self.batches[-1].entries.clear()
-
     def gathered(
         self, name: str, gather: Callable[[list[Any]], list[Any]], world: int, *, concatenate: bool = True
     ) -> Any:
-        """All entries of a kind in the order of the dataset, as :meth:`combined` gives them; None if there are none.
+        """All that is kept of a kind, :func:`concatenated` in the order of the dataset; None if there is nothing.
 
         Without ``concatenate``, a list with one such result per step, each of all ranks' batches. Collective for
-        ``world > 1``. The entries are given away.
+        ``world > 1``. What is kept is given away.
         """
         if world == 1:
-            steps = [[self._give(batch, name)] for batch in self.batches]
+            steps = [batch.entries.pop(name, []) for batch in self.batches]
         else:
             # Each rank sends what it has batch by batch, a few at a time, so that no rank holds all of it twice. Batch
             # b belongs to rank b mod world: the k-th batches of all ranks, in rank order, follow one another.
@@ -452,58 +449,24 @@ class Record:
             each = max(1, rounds // _ROUNDS)
             steps = []
             for first in range(0, rounds, each):
-                ranks = gather([[self._give(batch, name) for batch in self.batches[first : first + each]]])
-                steps += [[held[k] for held in ranks if k < len(held)] for k in range(max(map(len, ranks)))]
+                ranks = gather([[batch.entries.pop(name, []) for batch in self.batches[first : first + each]]])
+                # Of two ranks with batches [b0, b2] and [b1] the steps are b0 + b1 and b2.
+                for k in range(max(map(len, ranks))):
+                    steps.append([block for held in ranks if k < len(held) for block in held[k]])
+                del ranks
         if concatenate:
-            parts = [part for step in steps for part in step]
-            steps.clear()
-            return self.combined(parts)
-        return [one for one in map(self.combined, steps) if one is not None] or None
-
-    def _give(self, batch: _Batch, name: str) -> tuple[list[Any], Ragged]:
-        return batch.entries.pop(name, []), self.ragged.get(name)
-
-    def combined(self, parts: list[tuple[list[Any], Ragged]]) -> Any:
-        """Entries of several batches as one thing, in their order; None if there are none. ``parts`` is emptied.
-
-        Rows: one array, filled with -100 up to the largest. Entries by sample: an array [N, ...] where there is one per
-        sequence, all of one shape, else a list of N arrays. Tuples and dicts of such where the entries are such.
-        """
-        entries = [entry for some, _ in parts for entry in some]
-        ragged = None
-        for _, each in parts:
-            ragged = _either(ragged, each)
-        parts.clear()
-        if not entries:
-            return None
-        return concatenated(entries) if self.in_rows else _combined(entries, ragged)
+            steps = [[block for step in steps for block in step]]
+        joined = [concatenated(step) for step in steps if step]
+        return (joined[0] if concatenate else joined) if joined else None
 
 
-def _combined(entries: list[Any], ragged: Ragged) -> Any:
-    first = entries[0]
-    if isinstance(first, tuple):
-        return tuple(_combined([entry[k] for entry in entries], ragged[k]) for k in range(len(first)))
-    if isinstance(first, dict):
-        return {name: _combined([entry[name] for entry in entries], ragged[name]) for name in first}
-    return entries if ragged or any(entry.shape != first.shape for entry in entries) else np.stack(entries)
-
-
-def _either(one: Ragged, other: Ragged) -> Ragged:
-    """Part by part, whether one of them is ragged; None says nothing."""
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, tuple):
-        return tuple(map(_either, one, other))
-    if isinstance(one, dict):
-        return {name: _either(one[name], other[name]) for name in one}
-    return one or other
-
-
-def _as_array(entry: Any) -> Any:
+def _as_arrays(entry: Any) -> Any:
     if isinstance(entry, tuple):
-        return tuple(_as_array(part) for part in entry)
+        return tuple(_as_arrays(part) for part in entry)
     if isinstance(entry, Mapping):
-        return {name: _as_array(part) for name, part in entry.items()}
+        return {name: _as_arrays(part) for name, part in entry.items()}
+    if isinstance(entry, BySample):
+        return BySample([_as_arrays(each) for each in entry.entries], entry.ragged)
     if isinstance(entry, Tensor):
         entry = entry.detach().cpu()
         if entry.untyped_storage().nbytes() > entry.nbytes:  # a part of a larger tensor, which would be kept with it
@@ -513,7 +476,7 @@ def _as_array(entry: Any) -> Any:
 
 
 def as_tensors(value: Any, device: torch.device | None = None) -> Any:
-    """The result of :meth:`Record.combined` with tensors in the place of arrays; on the host without ``device``."""
+    """The result of :func:`concatenated` with tensors in the place of arrays; on the host without ``device``."""
     return tree_map(lambda part: torch.from_numpy(part).to(device) if isinstance(part, np.ndarray) else part, value)
 
 
