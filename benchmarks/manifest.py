@@ -88,7 +88,7 @@ def load(folder: Path, layers: int, cold: bool, checked: bool) -> dict[str, floa
 
 def save(folder: Path, layers: int) -> dict[str, float]:
     """Seconds of a save after one step, and of the sums within it."""
-    from ullage.training.saving.checkpoints import staging
+    from ullage.training.saving import staging
 
     spent: dict[str, float] = {}
     summed, whole = staging._summed, staging.write_whole
@@ -103,7 +103,7 @@ def save(folder: Path, layers: int) -> dict[str, float]:
 
         return call
 
-    from ullage.training.saving.checkpoints import checkpoints as saving
+    from ullage.training.saving import checkpoints as saving
 
     staging._summed = timed("sums", summed)
     saving.write_whole = timed("seconds", whole)  # pyright: ignore[reportPrivateImportUsage]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
-from ullage.training.saving.checkpoints import damage, staging
+from ullage.training.saving import damage, staging
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,7 @@ def part_of(rank):
 
 
 def look(folder, **options):
-    finding = damage.examine(Path(folder), True, **options)
+    finding = damage.examine(Path(folder), **options)
     return [f"{d.name}: {d.kind}" for d in finding.damage], list(finding.changed), list(finding.notes)
 
 
@@ -40,8 +40,8 @@ def two_machines(rank, world, root):
     machine.mkdir(exist_ok=True)
     os.chdir(machine)
     place = Path("/proc/self/cwd/saved")  # the same path on every rank, and another folder
-    first = rank in (0, 2)
-    staging.write_whole(place, part_of(rank), several=True, first_of_machine=first)
+    os.environ["LOCAL_RANK"] = str(rank % 2)  # as a launcher numbers them
+    staging.write_whole(place, part_of(rank))
     said = [look(place)]
     processes.dist.barrier()
     if rank == 2:
@@ -49,23 +49,23 @@ def two_machines(rank, world, root):
         path.write_text(path.read_text().upper())
     processes.dist.barrier()
     said += [look(place), look(place, allow_changed=True)]
-    staging.write_whole(place, part_of(rank), several=True, first_of_machine=first)
+    staging.write_whole(place, part_of(rank))
     return [*said, look(place)]
 
 
 def one_disk(rank, world, root):
     """What is said when folders differ, when one rank cannot write, and when nobody wrote a manifest."""
     place = Path(root) / "saved"
-    several = {"several": True, "first_of_machine": rank == 0}
-    said = [attempt(lambda: staging.write_whole(place.with_name(f"rank{rank % 2}"), part_of(rank), **several))]
-    staging.write_whole(place, part_of(rank), **several)
+    os.environ["LOCAL_RANK"] = str(rank)
+    said = [attempt(lambda: staging.write_whole(place.with_name(f"rank{rank % 2}"), part_of(rank)))]
+    staging.write_whole(place, part_of(rank))
 
     def fail(folder):
         part_of(rank)(folder)
         if rank == 1:
             raise OSError("no space left on device")
 
-    said.append(attempt(lambda: staging.write_whole(place, fail, **several)))
+    said.append(attempt(lambda: staging.write_whole(place, fail)))
     said.append(look(place))
     processes.dist.barrier()
     if rank == 0:

@@ -1,4 +1,7 @@
-"""Agreement of the ranks of a Trainer or an engine, where one process may be all there is."""
+"""Agreement of the ranks of a Trainer or an engine, where one process may be all there is.
+
+That is so without a process group; and for whoever says that there are not ``several``.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,19 @@ def meeting_over(axis: Axis) -> AbstractContextManager[None]:
     return replaced(_here, "axis", axis)
 
 
-def gather(value: Any, several: bool) -> list[Any]:
+def gather(value: Any, several: bool = True) -> list[Any]:
     """``value`` of every rank, by rank; of this process alone unless there are ``several``. Collective."""
     return gather_objects(value, _ranks(several))
 
 
-def rank_here(several: bool) -> int:
+def rank_here(several: bool = True) -> int:
     """This process's rank; 0 unless there are ``several``."""
-    return dist.get_rank() if several else 0
+    return _ranks(several).rank
+
+
+def is_first_of_machine() -> bool:
+    """Whether this is the first process of its machine, as launchers number them; rank 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", rank_here())) == 0
 
 
 def several_ranks() -> bool:
@@ -39,7 +47,7 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agreement(several: bool, doing: str) -> AbstractContextManager[None]:
+def agreement(doing: str, several: bool = True) -> AbstractContextManager[None]:
     """:func:`ullage.ranks.together` over all ranks; over this process alone unless there are ``several``."""
     return together(_ranks(several), doing)
 
@@ -50,11 +58,11 @@ def _ranks(several: bool) -> Axis:
     return getattr(_here, "axis", None) or Axis.world()
 
 
-def require_same_folder(folder: Path, several: bool) -> Path:
+def require_same_folder(folder: Path) -> Path:
     """``folder`` as an absolute path. Raises ``DistributedError`` on every rank if they name different ones."""
     folder = Path(os.path.abspath(folder))
     ranks: dict[str, list[str]] = {}
-    for rank, path in enumerate(gather(str(folder), several)):
+    for rank, path in enumerate(gather(str(folder))):
         ranks.setdefault(path, []).append(str(rank))
     if len(ranks) == 1:
         return folder

@@ -21,7 +21,7 @@ from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
-from ullage.ranks.world import agreement, several_ranks
+from ullage.ranks.world import agreement, is_first_of_machine
 from ullage.replacing import replacing
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
@@ -123,17 +123,16 @@ def look_at(command: TrainCommand) -> Situation:
     Raises ``CheckpointError`` for a folder that is not a checkpoint or is damaged, and ``InputError`` for an output
     folder that holds something else.
     """
-    several = several_ranks()
-    with agreement(several, "looking at the output folder"):
+    with agreement("looking at the output folder"):
         # One process per machine, since machines may have disks of their own. An ``agreement`` ends when all ranks have
         # come to its end, so nobody looks before a save that was moved aside is back in its place.
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if is_first_of_machine():
             put_back(command.folder)
-    with agreement(several, "looking at the output folder"):
+    with agreement("looking at the output folder"):
         situation = _look_at(command)
     if situation.checkpoint is None:
         return situation
-    checkpoint, lines = _whole(situation, command, several)
+    checkpoint, lines = _whole(situation, command)
     stop = command.run.stop_at_step
     there = stop is not None and step_of(checkpoint) >= stop
     return replace(situation, checkpoint=checkpoint, notes=(*lines, *situation.notes), there=there)
@@ -152,20 +151,20 @@ def outlook(command: TrainCommand) -> str | None:
     return None
 
 
-def _whole(situation: Situation, command: TrainCommand, several: bool) -> tuple[Path, list[str]]:
+def _whole(situation: Situation, command: TrainCommand) -> tuple[Path, list[str]]:
     """The checkpoint that is whole, the named one or the newest in the folder, and lines to be printed. Collective."""
     checkpoint, allow = situation.checkpoint, command.run.allow_changed_checkpoint
     assert checkpoint is not None
     if situation.named:
-        lines = require_whole(checkpoint, several, allow_changed=allow)
-        with agreement(several, "looking at a checkpoint"):
+        lines = require_whole(checkpoint, allow_changed=allow)
+        with agreement("looking at a checkpoint"):
             require_checkpoint(checkpoint)
     else:
-        newest, lines = newest_whole(checkpoint.parent, several, allow_changed=allow)
+        newest, lines = newest_whole(checkpoint.parent, allow_changed=allow)
         assert newest is not None  # there was one
         checkpoint = newest
     lines.append(f"{situation.reason}continues from {checkpoint}")
-    return checkpoint, lines if command.parallel.asked else [*lines, *state_notes(checkpoint, several)]
+    return checkpoint, lines if command.parallel.asked else [*lines, *state_notes(checkpoint)]
 
 
 def _look_at(command: TrainCommand) -> Situation:

@@ -79,7 +79,7 @@ def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Se
     several = several_ranks()
     path, commit = Path(name), None
     for is_turn in (rank_here(several) == 0, rank_here(several) != 0):  # the first rank says what is wrong, for all
-        with agreement(several, f"finding the {kind} {name}"):
+        with agreement(f"finding the {kind} {name}", several):
             if is_turn and not path.exists():
                 path = _snapshot(name, kind, files, command.revisions.get(argument))
                 commit = path.name
@@ -402,7 +402,7 @@ def _drawn(make: Callable[[], Any]) -> Any:
     import deepspeed
 
     several, whole = several_ranks(), None
-    with agreement(several, "drawing the weights of a new model"):
+    with agreement("drawing the weights of a new model", several):
         if rank_here(several) == 0:
             # What the other ranks draw next, this one draws too.
             with torch.random.fork_rng(devices=[]), _without_zero3():

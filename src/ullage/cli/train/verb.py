@@ -145,10 +145,10 @@ def _model_of(
 @contextlib.contextmanager
 def _written(command: TrainCommand) -> Iterator[None]:
     """Raise on all ranks, in one line, if the block cannot write on one of them. Collective at its end."""
-    from ullage.ranks.world import agreement, several_ranks
+    from ullage.ranks.world import agreement
 
     where = command.training.output_dir
-    with agreement(several_ranks(), "writing down the run"):
+    with agreement("writing down the run"):
         try:
             yield
         except OSError as error:

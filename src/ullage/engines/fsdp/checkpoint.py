@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +39,7 @@ from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.errors import CheckpointError, InputError, listed
 from ullage.ranks import Axis, together
-from ullage.ranks.world import require_same_folder
+from ullage.ranks.world import is_first_of_machine, rank_here, require_same_folder
 from ullage.training.saving.checkpoints import require_same_model
 from ullage.training.saving.damage import examine
 from ullage.training.saving.staging import not_written, old_of, recover, write_into, write_whole
@@ -74,14 +73,14 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     def write(place: Path) -> None:
         chunks.write(state, place)
         # Every rank writes its own chunks; what is the same everywhere is written by one.
-        if _rank() == 0:
+        if rank_here() == 0:
             model.config.save_pretrained(place)
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(place)
             (place / LAYOUT).write_text(json.dumps(sizes), encoding="utf-8")
             (place / STATES).write_text(text, encoding="utf-8")
 
-    write_whole(folder, write, several=_several(), first_of_machine=_first_of_machine(), check=_require_written)
+    write_whole(folder, write, _require_written)
 
 
 def load(
@@ -110,10 +109,10 @@ def load(
     that is no checkpoint, is damaged or of another model, and for an optimizer of other parameters or another kind.
     """
     parallel_of(model)
-    folder = require_same_folder(Path(folder), _several())
+    folder = require_same_folder(Path(folder))
     with together(Axis.world(), "reading a checkpoint"):
         # One process per machine: the folder may lie on a disk that machines do not share.
-        if _first_of_machine():
+        if is_first_of_machine():
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
     if _is_trainers(folder):
@@ -199,12 +198,12 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
     whole = whole_weights(model)
 
     def write(staging: Path) -> None:
-        if _rank() == 0:
+        if rank_here() == 0:
             model.save_pretrained(staging, state_dict=whole)
             for other in others:
                 other.save_pretrained(staging)
 
-    write_into(folder, write, several=_several(), first_of_machine=_first_of_machine())
+    write_into(folder, write)
 
 
 def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
@@ -288,21 +287,9 @@ def _put_back(folder: Path) -> None:
 
 def _require_undamaged(folder: Path, allow_changed: bool) -> None:
     """Compare the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
-    finding = examine(folder, _several(), allow_changed=allow_changed)
+    finding = examine(folder, allow_changed=allow_changed)
     if finding.damage:
         raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")
-    if _rank() == 0 and folder.is_dir():
+    if rank_here() == 0 and folder.is_dir():
         for note in finding.notes:
             _LOG.warning(note)
-
-
-def _first_of_machine() -> bool:
-    return int(os.environ.get("LOCAL_RANK", _rank())) == 0
-
-
-def _several() -> bool:
-    return Axis.world().size > 1
-
-
-def _rank() -> int:
-    return Axis.world().rank

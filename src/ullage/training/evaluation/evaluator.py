@@ -177,7 +177,7 @@ class Evaluator:
             is_real = share is None or len(record.batches) <= share.num_real
             mine = record.batches[-1].entries if is_real else {}
             # One gather per batch, on every rank: equally many batches each, and a failed rank still comes to this one.
-            ranks = gather(mine if problem is None else None, self._trainer.args.world_size > 1)
+            ranks = gather(mine if problem is None else None)
             if any(held is None for held in ranks):
                 break
             try:

@@ -40,7 +40,7 @@ def require_agreement(trainer: Any, reader: BatchReader, packer: Packer) -> None
     # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
     standard = type(trainer).get_train_dataloader is transformers.Trainer.get_train_dataloader
     described: dict[str, Any] = {}
-    with agreement(several, "looking at its training data"):
+    with agreement("looking at its training data", several):
         empty_step_of(args)
         _require_whole_checkpoints(trainer)
         if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:

@@ -96,7 +96,7 @@ class CapacityFinder:
         """The capacity that dry runs find, the same on every rank. ``strategy``: of the plans. Collective."""
         several = self._trainer.args.world_size > 1
         with self._nothing_left_behind(model):
-            with agreement(several, "preparing the search for a capacity"):
+            with agreement("preparing the search for a capacity", several):
                 rows = _Rows.of(self._trainer, self._reader)
                 memory = DeviceMemory(self._trainer.args.device)
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
@@ -144,7 +144,7 @@ class CapacityFinder:
         """Bytes that forward and backward of a row of ``tokens`` take, the most of all ranks. Collective."""
         several, used = self._trainer.args.world_size > 1, inf
         doing = "running a row to find a capacity"
-        with agreement(several, doing), contextlib.suppress(torch.OutOfMemoryError):
+        with agreement(doing, several), contextlib.suppress(torch.OutOfMemoryError):
             memory.begin()
             # Twice, as microbatches follow each other: the second meets what the first has left to the allocator.
             for _ in range(2):

@@ -70,7 +70,7 @@ class Rehearsal:
                     logger.warning_once(
                         f"compute_metrics fails on {_SAMPLES} samples, but not on the whole data set: {first}"
                     )
-            with agreement(several, _DOING):
+            with agreement(_DOING, several):
                 if problem is not None:
                     _tell(problem)
                     raise problem

@@ -42,7 +42,7 @@ from ullage.errors import InputError
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
 from ullage.ranks.groups import make_group
-from ullage.ranks.world import agreement, meeting_over
+from ullage.ranks.world import agreement, meeting_over, several_ranks
 from ullage.replacing import replaced
 
 _LOG = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class BackgroundSave:
             yield
             return
         self._require_possible()
-        if self._axis is None and self._several:
+        if self._axis is None and several_ranks():
             # On the host, whatever training talks over: a group of NCCL would share the device's stream.
             group = make_group(range(dist.get_world_size()), name="savers")
             self._axis = Axis.from_group(group, "savers")
@@ -259,15 +259,11 @@ class BackgroundSave:
         self._join()
         failure, self.failure = self.failure, None
         try:
-            with agreement(self._several, "writing a checkpoint in the background"):
+            with agreement("writing a checkpoint in the background"):
                 if failure is not None:
                     raise failure
         finally:
             failure = None  # its traceback refers to this frame
-
-    @property
-    def _several(self) -> bool:
-        return self._trainer.args.world_size > 1
 
     def _join(self, timeout: float | None = None) -> bool:
         """Wait for the thread; whether it has ended."""

@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
-from ullage.ranks.world import agreement
+from ullage.ranks.world import agreement, is_first_of_machine
 from ullage.replacing import replaced
 from ullage.training.saving.background import BackgroundSave, Snapshot
 from ullage.training.saving.damage import examine, is_damaged
@@ -150,8 +150,6 @@ class WholeCheckpointMixin(_Base):
             write_into(
                 output_dir if output_dir is not None else self.args.output_dir or ".",
                 write_weights,
-                several=self.args.world_size > 1,
-                first_of_machine=self.args.local_process_index == 0,
             )
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -166,7 +164,7 @@ class WholeCheckpointMixin(_Base):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         if self.state.best_model_checkpoint and best.is_dir():
-            finding = examine(best, self.args.world_size > 1)
+            finding = examine(best)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
         if (sharding := sharding_of(self.model)) is not None:
@@ -207,17 +205,16 @@ def save_checkpoint(
         run_dir: the folder of the run.
         step: optimizer steps trained so far, for the name.
         write: as for :func:`ullage.training.saving.staging.write_whole`.
-        arguments: of the Trainer; the local rank, the ranks and ``save_total_limit`` are read.
+        arguments: of the Trainer; ``save_total_limit`` is read.
         best: path of the checkpoint that is kept whatever its age.
         background: writes the checkpoint after this function has returned; None writes it before.
     """
     final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-    several, first = arguments.world_size > 1, arguments.local_process_index == 0
-    if first:
+    if is_first_of_machine():
         remove_unfinished(run_dir)
     limit = arguments.save_total_limit if arguments.should_save else None
     if background is None:
-        write_whole(final, write, several=several, first_of_machine=first, check=_require_written)
+        write_whole(final, write, _require_written)
         rotate(run_dir, limit, best, keep=final)
         return
 
@@ -228,10 +225,10 @@ def save_checkpoint(
             with snapshot.taking(place):
                 write(place)
 
-        staged.append(stage_whole(final, copied, several=several, first_of_machine=first))
+        staged.append(stage_whole(final, copied))
 
     def finish(write_copies: Callable[[], None]) -> None:
-        with agreement(several, "writing a checkpoint"), one_line(final):
+        with agreement("writing a checkpoint"), one_line(final):
             write_copies()
         finish_whole(staged[0], _require_written)
         rotate(run_dir, limit, best, keep=final)

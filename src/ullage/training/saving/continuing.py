@@ -33,7 +33,7 @@ from transformers import TrainerState
 
 from ullage.checkpoint import Inventory, read
 from ullage.errors import CheckpointError
-from ullage.ranks.world import agreement, gather, rank_here
+from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
 from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
@@ -146,22 +146,21 @@ class Continuation:
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
         args = self._trainer.args
-        several = args.world_size > 1
         # A save that was killed between its two renames may have moved the only good checkpoint aside.
-        with agreement(several, "looking for a checkpoint"):
-            if args.local_process_index == 0:
+        with agreement("looking for a checkpoint"):
+            if is_first_of_machine():
                 put_back(Path(args.output_dir or ".") if asked is True else Path(asked).parent)
         if asked is True:  # the last one, which transformers would look for by itself
             folder = Path(args.output_dir or ".")
-            checkpoint, notes = newest_whole(folder, several, allow_changed=allow_changed, optimizer=False)
+            checkpoint, notes = newest_whole(folder, allow_changed=allow_changed, optimizer=False)
         else:
             checkpoint = Path(asked)
-            if not any(gather(checkpoint.is_dir(), several)):
+            if not any(gather(checkpoint.is_dir())):
                 return str(checkpoint)
-            notes = require_whole(checkpoint, several, allow_changed=allow_changed)
+            notes = require_whole(checkpoint, allow_changed=allow_changed)
         if checkpoint is None:
             return asked
-        notes += state_notes(checkpoint, several)
+        notes += state_notes(checkpoint)
         if args.process_index == 0:
             for note in notes:
                 _LOG.warning(note)
@@ -178,11 +177,11 @@ class Continuation:
         here = ZeroConfig(0 if plugin is None else int(plugin.zero_stage), self._trainer.args.world_size)
         if self._trainer.is_deepspeed_enabled and not here.stage:  # without ZeRO every rank has everything
             return None
-        conversion, several = None, here.ranks > 1
-        with agreement(several, "reading the checkpoint"):
-            if rank_here(several) == 0:
+        conversion = None
+        with agreement("reading the checkpoint"):
+            if rank_here() == 0:
                 conversion = conversion_for(checkpoint, here)
-        conversion = gather(conversion, several)[0]
+        conversion = gather(conversion)[0]
         if conversion is not None and not conversion.here.stage and self._trainer.is_fsdp_enabled:
             raise CheckpointError(
                 "a checkpoint of DeepSpeed's cannot be continued under accelerate's FSDP",

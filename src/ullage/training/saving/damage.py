@@ -78,19 +78,19 @@ class Finding:
         return f", and {count} more damaged {'file' if count == 1 else 'files'}" if count else ""
 
 
-def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = False) -> Finding:
+def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     """Compare every file that the manifest of ``checkpoint`` lists with it, in full. Collective.
 
     ``allow_changed``: files of other content or size count as changed, not as damaged, if they can be read at all.
     Reads what it compares, once per disk; returns damage instead of raising.
     """
     manifest, identity = _seen(checkpoint)
-    said = gather((identity, manifest is not None), several)
+    said = gather((identity, manifest is not None))
     has_manifest = any(own for _, own in said)
     # Ranks of equal identity see one folder on one disk and divide its blocks; each other disk is read by its own
     # ranks.
     group = [rank for rank, (other, _) in enumerate(said) if other == identity]
-    part, parts = group.index(rank_here(several)), len(group)
+    part, parts = group.index(rank_here()), len(group)
     found: list[Damage] = []
     changed: list[str] = []
     if identity and manifest is not None:
@@ -103,7 +103,7 @@ def examine(checkpoint: Path, several: bool = False, *, allow_changed: bool = Fa
         # Changed on purpose is only what its own format can still read; a file that is cut never passes.
         passing = {d.name for d in found if d.kind in ("size", "changed") and _cut(checkpoint / d.name) is None}
         changed, found = sorted(passing), [d for d in found if d.name not in passing]
-    told = gather((found, changed), several)
+    told = gather((found, changed))
     # Later entries overwrite, so reversed: for each file the lowest rank's finding, the same everywhere.
     damage = {d.name: d for own, _ in reversed(told) for d in own}
     names = sorted({name for _, own in told for name in own} - damage.keys())

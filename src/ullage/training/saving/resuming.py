@@ -9,62 +9,60 @@ from __future__ import annotations
 from pathlib import Path
 
 from ullage.errors import CheckpointError, listed
-from ullage.ranks.world import gather, rank_here
+from ullage.ranks.world import gather, rank_here, several_ranks
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import Finding, examine, remember
 
 _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
 
 
-def require_whole(checkpoint: Path, several: bool, *, allow_changed: bool = False) -> list[str]:
+def require_whole(checkpoint: Path, *, allow_changed: bool = False) -> list[str]:
     """Read everything that the manifest of ``checkpoint`` lists. Returns what should be said of it. Collective.
 
     ``allow_changed``: files that differ from what was written, and can be read, are taken as they are. Raises
     ``CheckpointError`` on every rank that names the damaged file and the newest whole checkpoint before this one.
     """
-    finding = _examined(checkpoint, several, allow_changed)
+    finding = _examined(checkpoint, allow_changed)
     if not finding.damage:
         return list(finding.notes)
-    older = [path for path in _listed(checkpoint.parent, several) if -1 < step_of(path) < step_of(checkpoint)]
+    older = [path for path in _listed(checkpoint.parent) if -1 < step_of(path) < step_of(checkpoint)]
     # Lazily, the newest first: each look reads a whole checkpoint. Collective, and `older` is the same on every rank.
-    before = next((path for path in older if not _problem(_examined(path, several, allow_changed), several)), None)
+    before = next((path for path in older if not _problem(_examined(path, allow_changed))), None)
     hint = f"take {before}, the newest whole one before it" if before else "there is no whole one before it"
     if any(damage.kind in ("size", "changed") for damage in finding.damage):
         hint += f"; if the file was changed on purpose: {_ALLOW}"
     raise finding.error(hint)
 
 
-def newest_whole(
-    folder: Path, several: bool, *, allow_changed: bool = False, optimizer: bool = True
-) -> tuple[Path | None, list[str]]:
+def newest_whole(folder: Path, *, allow_changed: bool = False, optimizer: bool = True) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in ``folder`` that is whole, and what should be said; None if there are none. Collective.
 
     ``optimizer``: whether one without an optimizer's state is passed over. Raises ``CheckpointError`` on every rank if
     there are some and none is whole.
     """
     lines: list[str] = []
-    listed = _listed(folder, several)
+    listed = _listed(folder)
     for path in listed:
-        finding = _examined(path, several, allow_changed)
-        problem = _problem(finding, several, optimizer)
+        finding = _examined(path, allow_changed)
+        problem = _problem(finding, optimizer)
         if problem is None:
             return path, [*lines, *finding.notes]
         lines.append(f"{path} is damaged and left as it is: {problem}")
     # None is whole: raise what is wrong with the newest.
     if listed:
         require_checkpoint(listed[0], optimizer)
-        require_whole(listed[0], several, allow_changed=allow_changed)
+        require_whole(listed[0], allow_changed=allow_changed)
     return None, []
 
 
-def state_notes(checkpoint: Path, several: bool) -> list[str]:
+def state_notes(checkpoint: Path) -> list[str]:
     """Notes on what ``checkpoint`` lacks and a Trainer starts again: random states, optimizer, schedule.
 
     Collective. A checkpoint of another layout says itself what it lacks.
     """
-    name = f"rng_state_{rank_here(several)}.pth" if several else "rng_state.pth"
+    name = f"rng_state_{rank_here()}.pth" if several_ranks() else "rng_state.pth"
     written = len(list(checkpoint.glob("rng_state*.pth")))
-    told = gather(((checkpoint / name).is_file(), written), several)
+    told = gather(((checkpoint / name).is_file(), written))
     lacking = [str(rank) for rank, (there, _) in enumerate(told) if not there]
     count = max(files for _, files in told)
     notes = []
@@ -75,33 +73,33 @@ def state_notes(checkpoint: Path, several: bool) -> list[str]:
         none = "" if not count else f", not of {len(told)}" if others else f", none for rank {who}"
         notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")
     # As rank 0 sees it.
-    own = gather(missing_states(checkpoint), several)[0]
+    own = gather(missing_states(checkpoint))[0]
     sharded = any(path.is_dir() and ("optimizer" in path.name) for path in checkpoint.glob("*"))
     if own and not sharded and not (checkpoint / "latest").is_file() and checkpoint.is_dir():
         notes.append(f"{checkpoint} holds no {' and no '.join(own)}: what belongs there begins anew")
     return notes
 
 
-def _listed(folder: Path, several: bool) -> list[Path]:
+def _listed(folder: Path) -> list[Path]:
     """The checkpoints in a folder as rank 0 sees them, the newest first."""
-    return gather(checkpoints_in(folder)[::-1] if rank_here(several) == 0 else None, several)[0]
+    return gather(checkpoints_in(folder)[::-1] if rank_here() == 0 else None)[0]
 
 
-def _examined(checkpoint: Path, several: bool, allow_changed: bool) -> Finding:
-    finding = examine(checkpoint, several, allow_changed=allow_changed)
-    if rank_here(several) == 0:
+def _examined(checkpoint: Path, allow_changed: bool) -> Finding:
+    finding = examine(checkpoint, allow_changed=allow_changed)
+    if rank_here() == 0:
         remember(finding)
     return finding
 
 
-def _problem(finding: Finding, several: bool, optimizer: bool = True) -> str | None:
+def _problem(finding: Finding, optimizer: bool = True) -> str | None:
     """Why training cannot go on from what was looked at, in one line; None if it can."""
     if finding.damage:
         return str(finding)
     problem = None
-    if rank_here(several) == 0:
+    if rank_here() == 0:
         try:
             require_checkpoint(finding.checkpoint, optimizer)
         except CheckpointError as error:
             problem = f"expected {error.expected}, found {error.found}"
-    return gather(problem, several)[0]
+    return gather(problem)[0]

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
 from ullage.errors import CheckpointError, TrainingError, UllageError
-from ullage.ranks.world import agreement, gather, rank_here, require_same_folder
+from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, require_same_folder
 from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
 
 #: The staging folder of files that are put into a folder one by one.
@@ -78,33 +78,24 @@ def recover(target: Path) -> None:
             old.rename(target)
 
 
-def write_whole(
-    target: str | Path,
-    write: Callable[[Path], None],
-    *,
-    several: bool = False,
-    first_of_machine: bool = True,
-    check: Callable[[Path], None] | None = None,
-) -> None:
+def write_whole(target: str | Path, write: Callable[[Path], None], check: Callable[[Path], None] | None = None) -> None:
     """Make the folder ``target``, with a manifest; one of that name is replaced, or set aside if it is damaged.
+
+    Collective: all succeed or all raise.
 
     Args:
         target: the folder to make, the same path on every rank.
         write: called with the path to write to, which has the name of ``target`` and is not there yet.
-        several: whether other processes do the same with the same ``target``; then all succeed or all raise.
-        first_of_machine: whether this process makes the staging folder of its machine, in place of an old one.
         check: called with the written folder before it is renamed, on rank 0; raises if something is missing.
     """
-    finish_whole(stage_whole(target, write, several=several, first_of_machine=first_of_machine), check)
+    finish_whole(stage_whole(target, write), check)
 
 
-def stage_whole(
-    target: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
-) -> Staged:
+def stage_whole(target: str | Path, write: Callable[[Path], None]) -> Staged:
     """The first part of :func:`write_whole`, which has the arguments: write, and leave it to :func:`finish_whole`."""
-    target = require_same_folder(Path(target), several)
+    target = require_same_folder(Path(target))
     staging = staging_of(target)
-    return _stage(staging, target, lambda _: write(staging / target.name), several, first_of_machine)
+    return _stage(staging, target, lambda _: write(staging / target.name))
 
 
 def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
@@ -113,8 +104,8 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
     Any thread of a rank may do it (:func:`ullage.ranks.world.meeting_over`). ``check``: as for
     :func:`write_whole`.
     """
-    target, staging, several = staged.target, staged.staging, staged.several
-    place = staged.place
+    target, staging = staged.target, staged.staging
+    place = staging / target.name
 
     def look() -> None:
         if not place.is_dir():
@@ -124,10 +115,10 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
 
     owner = _owner(staged, look)
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
-    damaged = bool(examine(target, several).damage)
-    blocks, crcs = _summed(place, owner, several)
-    with agreement(several, "putting a checkpoint in its place"), one_line(target):
-        if owner == rank_here(several) and place.is_dir():
+    damaged = bool(examine(target).damage)
+    blocks, crcs = _summed(place, owner)
+    with agreement("putting a checkpoint in its place"), one_line(target):
+        if owner == rank_here() and place.is_dir():
             # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
             write_manifest(place / manifest_name(owner), blocks, crcs)
             _flush(place)
@@ -135,19 +126,14 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
     _clear(staged, owner)
 
 
-def write_into(
-    folder: str | Path, write: Callable[[Path], None], *, several: bool = False, first_of_machine: bool = True
-) -> None:
-    """Call ``write`` with an empty folder and move each file it wrote into ``folder``, where others stay.
-
-    ``several``: as for :func:`write_whole`.
-    """
-    folder = require_same_folder(Path(folder), several)
+def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
+    """Call ``write`` with an empty folder and move each file it wrote into ``folder``; others stay. Collective."""
+    folder = require_same_folder(Path(folder))
     staging = folder / PARTIAL
-    staged = _stage(staging, folder, write, several, first_of_machine)
+    staged = _stage(staging, folder, write)
     owner = _owner(staged, None)
-    with agreement(several, "putting files in their place"), one_line(folder):
-        if owner == rank_here(several):
+    with agreement("putting files in their place"), one_line(folder):
+        if owner == rank_here():
             _flush(staging)
             for entry in sorted(staging.iterdir()):
                 # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
@@ -164,34 +150,25 @@ class Staged:
         target: what it becomes, or becomes part of.
         staging: the folder it was written to.
         mark: beginning of the names of the marks of its disks.
-        several: whether there are other ranks.
     """
 
     target: Path
     staging: Path
     mark: str
-    several: bool
-
-    @property
-    def place(self) -> Path:
-        """The folder under its own name in the staging folder."""
-        return self.staging / self.target.name
 
 
-def _stage(staging: Path, target: Path, write: Callable[[Path], None], several: bool, first_of_machine: bool) -> Staged:
-    """Write below ``staging`` on all ranks. Collective.
+def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged:
+    """Write below ``staging`` on all ranks; the first of each machine makes the folder and marks its disk. Collective.
 
     Args:
         staging: the folder to write to; removed first if it is there.
         target: what it becomes part of, for recovery and for messages.
         write: called with ``staging`` on every rank.
-        several: whether there are other ranks.
-        first_of_machine: whether this rank makes the folder, and marks its disk.
     """
     # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
-    mark = f"{_MARK}{gather(uuid.uuid4().hex, several)[0]}-"
-    with agreement(several, "preparing to save"), one_line(target):
-        if first_of_machine:
+    mark = f"{_MARK}{gather(uuid.uuid4().hex)[0]}-"
+    with agreement("preparing to save"), one_line(target):
+        if is_first_of_machine():
             if target.is_file():
                 raise CheckpointError("a file lies where the folder should", where=str(target))
             # write_into stages inside its target, which it never moves: there is nothing to recover.
@@ -199,14 +176,14 @@ def _stage(staging: Path, target: Path, write: Callable[[Path], None], several: 
                 recover(target)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True, exist_ok=True)
-    with agreement(several, "writing a checkpoint"), one_line(target):
-        if first_of_machine:
+    with agreement("writing a checkpoint"), one_line(target):
+        if is_first_of_machine():
             # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
             # separate disks each folder has its own; so the lowest mark names one owner per disk. Meeting before this
             # block has made sure that no first rank removes the folder after another has marked it.
-            (staging / f"{mark}{rank_here(several)}").touch()
+            (staging / f"{mark}{rank_here()}").touch()
         write(staging)
-    return Staged(target, staging, mark, several)
+    return Staged(target, staging, mark)
 
 
 def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
@@ -214,20 +191,20 @@ def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
 
     Collective. ``check``: called on rank 0; raises if something is missing.
     """
-    with agreement(staged.several, "checking what was written"):
+    with agreement("checking what was written"):
         # No mark with this token: another process has removed the folder and perhaps made one of its own.
         marks = staged.staging.glob(f"{staged.mark}*")
         owner = min((int(path.name.removeprefix(staged.mark)) for path in marks), default=None)
         if owner is None:
             raise _vanished(staged.target, staged.staging)
-        if rank_here(staged.several) == 0 and check is not None:
+        if rank_here() == 0 and check is not None:
             check()
     return owner
 
 
 def _clear(staged: Staged, owner: int) -> None:
     """Remove the staging folder of this rank's disk."""
-    if owner == rank_here(staged.several):
+    if owner == rank_here():
         shutil.rmtree(staged.staging, ignore_errors=True)
 
 
@@ -240,19 +217,19 @@ def _vanished(target: Path, staging: Path) -> CheckpointError:
     )
 
 
-def _summed(place: Path, owner: int, several: bool) -> tuple[list[Block], list[int]]:
+def _summed(place: Path, owner: int) -> tuple[list[Block], list[int]]:
     """The blocks of all files in ``place`` and their sums, read by the ranks of this disk together."""
-    rank = rank_here(several)
-    with agreement(several, "listing a checkpoint"), one_line(place):
+    rank = rank_here()
+    with agreement("listing a checkpoint"), one_line(place):
         files = files_in(place) if owner == rank else None
-    told = gather((owner, files), several)
+    told = gather((owner, files))
     # Ranks that see the same disk. Each sums a share of the blocks; neighbouring shares in rank order join in block
     # order.
     group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
     blocks = blocks_of(told[owner][1])
-    with agreement(several, "summing a checkpoint"), one_line(place):
+    with agreement("summing a checkpoint"), one_line(place):
         mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
-    return blocks, [crc for other, own in enumerate(gather(mine, several)) if other in group for crc in own]
+    return blocks, [crc for other, own in enumerate(gather(mine)) if other in group for crc in own]
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
