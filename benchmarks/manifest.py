@@ -88,10 +88,12 @@ def load(folder: Path, layers: int, cold: bool, checked: bool) -> dict[str, floa
 
 def save(folder: Path, layers: int) -> dict[str, float]:
     """Seconds of a save after one step, and of the sums within it."""
+    from ullage.training.saving import checkpoints as saving
     from ullage.training.saving import staging
 
     spent: dict[str, float] = {}
-    summed, whole = staging._summed, staging.write_whole
+    mixin = saving.WholeCheckpointMixin
+    summed, whole = staging._summed, mixin._save_checkpoint
 
     def timed(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,10 +105,8 @@ def save(folder: Path, layers: int) -> dict[str, float]:
 
         return call
 
-    from ullage.training.saving import checkpoints as saving
-
     staging._summed = timed("sums", summed)
-    saving.write_whole = timed("seconds", whole)  # pyright: ignore[reportPrivateImportUsage]
+    mixin._save_checkpoint = lambda self, *args: timed("seconds", whole)(self, *args)
     make_trainer(folder, layers).train()
     return spent
 

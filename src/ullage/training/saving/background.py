@@ -230,20 +230,20 @@ class BackgroundSave:
                 self.failure = None
             self._memory = HostMemory()  # a run that is over holds none
 
-    def begin(self, copy: Callable[[Snapshot], None], finish: Callable[[Callable[[], None]], None]) -> None:
-        """Copy a checkpoint now and write it in the background. Collective; the one before must be settled.
+    def snapshot(self) -> Snapshot:
+        """A snapshot to copy a checkpoint into; the save before must be settled."""
+        return Snapshot(self._memory)
 
-        Args:
-            copy: saves as ever, with a snapshot to do it in.
-            finish: called in the thread, where it may meet the other ranks; its argument writes what was copied.
+    def begin(self, snapshot: Snapshot, finish: Callable[[], None]) -> None:
+        """Finish in the background the save of which ``snapshot`` holds the files.
+
+        ``finish``: called in the thread, where it may meet the other ranks; writes what was copied.
         """
-        snapshot = Snapshot(self._memory)
-        copy(snapshot)
 
         def work() -> None:
             try:
                 with contextlib.nullcontext() if self._axis is None else meeting_over(self._axis):
-                    finish(snapshot.write)
+                    finish()
             except BaseException as error:  # raised by the main thread, before its next step
                 self.failure = error
                 snapshot.forget()

@@ -25,7 +25,7 @@ from ullage.checkpoint.manifest import manifest_name
 from ullage.errors import CheckpointError
 from ullage.ranks.world import agreement, is_first_of_machine
 from ullage.replacing import replaced
-from ullage.training.saving.background import BackgroundSave, Snapshot
+from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
 from ullage.training.saving.staging import (
     PARTIAL,
@@ -38,7 +38,6 @@ from ullage.training.saving.staging import (
     stage_whole,
     staging_of,
     write_into,
-    write_whole,
 )
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
@@ -60,8 +59,6 @@ _TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
-
-    from ullage.training.saving.staging import Staged
 else:
     _Base = object
 
@@ -106,19 +103,37 @@ class WholeCheckpointMixin(_Base):
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
+        snapshot = None if background is None else background.snapshot()
+
         def write(place: Path) -> None:
+            taking = contextlib.nullcontext() if snapshot is None else snapshot.taking(place)
             # Trainer writes to _get_output_dir()/checkpoint-N, which is `place` from here on. Its own rotation looks
             # into that folder too, and finds nothing to delete.
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
-            with replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
+            with taking, replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
                 super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
             # The state was written without its best step: write it again.
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
 
+        if is_first_of_machine():
+            remove_unfinished(run_dir)
+        staged = stage_whole(final, write)
+        limit = self.args.save_total_limit if self.args.should_save else None
         best = self.state.best_model_checkpoint
-        save_checkpoint(run_dir, self.state.global_step, write, self.args, best=best, background=background)
+
+        def finish() -> None:
+            if snapshot is not None:
+                with agreement("writing a checkpoint"), one_line(final):
+                    snapshot.write()
+            finish_whole(staged, _require_written)
+            rotate(run_dir, limit, best, keep=final)
+
+        if background is None or snapshot is None:
+            finish()
+        else:
+            background.begin(snapshot, finish)
         # An upload from the staging folder would race with the rename.
         if self._push_later is not None:
             self._push_later = None
@@ -188,52 +203,6 @@ class WholeCheckpointMixin(_Base):
         if self.args.should_save and best is not None and limit == 1:
             rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
         return output
-
-
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    write: Callable[[Path], None],
-    arguments: Any,
-    *,
-    best: str | None = None,
-    background: BackgroundSave | None = None,
-) -> None:
-    """Make ``checkpoint-<step>`` of a run, whole or not at all, and rotate older ones out. Collective.
-
-    Args:
-        run_dir: the folder of the run.
-        step: optimizer steps trained so far, for the name.
-        write: as for :func:`ullage.training.saving.staging.write_whole`.
-        arguments: of the Trainer; ``save_total_limit`` is read.
-        best: path of the checkpoint that is kept whatever its age.
-        background: writes the checkpoint after this function has returned; None writes it before.
-    """
-    final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-    if is_first_of_machine():
-        remove_unfinished(run_dir)
-    limit = arguments.save_total_limit if arguments.should_save else None
-    if background is None:
-        write_whole(final, write, _require_written)
-        rotate(run_dir, limit, best, keep=final)
-        return
-
-    staged: list[Staged] = []
-
-    def copy(snapshot: Snapshot) -> None:
-        def copied(place: Path) -> None:
-            with snapshot.taking(place):
-                write(place)
-
-        staged.append(stage_whole(final, copied))
-
-    def finish(write_copies: Callable[[], None]) -> None:
-        with agreement("writing a checkpoint"), one_line(final):
-            write_copies()
-        finish_whole(staged[0], _require_written)
-        rotate(run_dir, limit, best, keep=final)
-
-    background.begin(copy, finish)
 
 
 def _require_written(place: Path) -> None:
