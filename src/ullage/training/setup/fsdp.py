@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ullage.errors import CheckpointError, InputError
 
@@ -107,20 +107,13 @@ def _require_data_parallel(arguments: Any) -> None:
 def sharding_on_cpus(arguments: Any) -> Iterator[None]:
     """An accelerator that is made within it shards on CPUs, where ``arguments`` ask for FSDP; else nothing happens.
 
-    Raises ``InputError`` where an accelerator was made before: its kind of training is settled.
+    Nor does where an accelerator was made before: its kind of training is settled (:func:`require_sharding`).
     """
     state = getattr(arguments, "distributed_state", None)
-    if not is_asked_for(arguments) or state is None or state.distributed_type != DistributedType.MULTI_CPU:
+    on_cpus = state is not None and state.distributed_type == DistributedType.MULTI_CPU
+    if not on_cpus or not is_asked_for(arguments) or AcceleratorState._shared_state:
         yield
         return
-    if AcceleratorState._shared_state:
-        raise InputError(
-            "fsdp was asked for, and an Accelerator that does not shard was made before the Trainer",
-            where="TrainingArguments.accelerator_config",
-            expected="use_configured_state=False",
-            found=True,
-            hint="let the Trainer make it: TrainingArguments(fsdp=True, fsdp_config={...})",
-        )
     before = os.environ.get(_ASKED)
     # All PartialStates share their attributes. AcceleratorState copies the kind, finds it in its list, and replaces it
     # in both by FSDP.
@@ -145,7 +138,7 @@ def require_sharding(trainer: Any) -> None:
             where="TrainingArguments.fsdp",
             expected="FSDP",
             found=str(trainer.accelerator.distributed_type),
-            hint="leave fsdp out for data parallel training",
+            hint="let the Trainer make the Accelerator, or leave fsdp out for data parallel training",
         )
 
 
@@ -269,19 +262,6 @@ def _settle_plugin(plugin: Any, model: nn.Module, device: torch.device) -> None:
     if device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         # Parameters live on the host as they are. Pinning them would need an accelerator.
         plugin.cpu_offload = OffloadPolicy()
-    if plugin.auto_wrap_policy is size_based_auto_wrap_policy and plugin.min_num_params:
-        lists = (
-            (name, each) for name, each in model.named_modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict))
-        )
-        large = [name for name, each in lists if sum(p.numel() for p in each.parameters()) > plugin.min_num_params]
-        if large:
-            raise InputError(
-                "layers cannot be found by size: torch shards no list of modules, and this one is large enough",
-                where=f"fsdp_config['auto_wrap_policy'], {large[0]}",
-                expected="TRANSFORMER_BASED_WRAP",
-                found=f"SIZE_BASED_WRAP, min_num_params={plugin.min_num_params:,}",
-                hint="leave auto_wrap_policy out, or name layers: transformer_layer_cls_to_wrap",
-            )
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return
     # accelerate shards the embeddings by themselves, after the layers. A layer that holds them (BertEmbeddings) would
