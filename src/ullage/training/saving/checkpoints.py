@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,34 +214,24 @@ def _require_written(place: Path) -> None:
 
 
 def put_back(run_dir: Path) -> None:
-    """Put checkpoints back that a killed save had moved aside, where a folder cannot be replaced in one step."""
-    for final in _left_by(run_dir, old_of):
+    """Put checkpoints back that a killed save had moved aside, so that another could take their place."""
+    for path in filter(is_unfinished, run_dir.glob("_*.replaced")):
         with contextlib.suppress(OSError):  # who cannot rename cannot save either, and hears of it there
-            recover(final)
+            recover(path.with_name(path.stem[1:]))
 
 
 def remove_unfinished(run_dir: Path) -> None:
     """Remove what killed saves left in the folder of a run, after putting back what they had moved aside."""
     put_back(run_dir)
-    for staging in (run_dir / PARTIAL, *map(staging_of, _left_by(run_dir, staging_of))):
-        shutil.rmtree(staging, ignore_errors=True)
+    for path in filter(is_unfinished, run_dir.glob("_*partial")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_unfinished(path: Path) -> bool:
     """Whether a killed or failed save left this in the folder of a run."""
-    final = _final_of(path)
+    # _checkpoint-8.partial, _checkpoint-8.replaced
+    final = path.with_name(path.stem[1:] or path.name)
     return path.name == PARTIAL or (step_of(final) >= 0 and path in (staging_of(final), old_of(final)))
-
-
-def _left_by(run_dir: Path, name_of: Callable[[Path], Path]) -> list[Path]:
-    """The checkpoints for which there is a folder of the name that ``name_of`` gives."""
-    found = map(_final_of, run_dir.glob(f"_{PREFIX_CHECKPOINT_DIR}-*"))
-    return [final for final in found if step_of(final) >= 0 and name_of(final).is_dir()]
-
-
-def _final_of(path: Path) -> Path:
-    """``_checkpoint-8.partial`` -> ``checkpoint-8``."""
-    return path.with_name(path.name[1:].rpartition(".")[0] or path.name)
 
 
 def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
