@@ -8,7 +8,7 @@ import torch
 
 from tests.support.story import Stream
 from ullage import DistributedError
-from ullage.training.run.beginning import compare_ranks, describe_data
+from ullage.training.run.beginning import describe_data, require_same_run
 
 SAMPLES = [{"input_ids": [i] * (i + 1), "text": f"no. {i}"} for i in range(30)]
 
@@ -29,7 +29,7 @@ class Broken(Drawn):
 
 
 def compare(*datasets):
-    compare_ranks([{}] * len(datasets), [describe_data(dataset, "input_ids") for dataset in datasets])
+    require_same_run([{}] * len(datasets), [describe_data(dataset, "input_ids") for dataset in datasets])
 
 
 def test_equal_data_are_let_through_and_other_text_is_not():

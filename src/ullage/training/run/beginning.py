@@ -50,7 +50,7 @@ def require_agreement(trainer: Any, reader: BatchReader, packer: Packer) -> None
             described = describe_data(dataset, reader.main_input) if several else {}
     if several:
         ranks = gather((describe_arguments(args), described), several)
-        compare_ranks([arguments for arguments, _ in ranks], [data for _, data in ranks])
+        require_same_run([arguments for arguments, _ in ranks], [data for _, data in ranks])
 
 
 def _require_capacity(trainer: Any, reader: BatchReader, packer: Packer) -> None:
@@ -179,7 +179,7 @@ def _ends(dataset: Any, main_input: str) -> str:
     return f"{lengths(range(_ENDS))}, ..., {lengths(range(size - _ENDS, size))}"
 
 
-def compare_ranks(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping[str, Any]]) -> None:
+def require_same_run(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``DistributedError`` where ranks differ, with the value of each.
 
     Both sequences have one entry per rank, and are the same on every rank.
