@@ -8,9 +8,8 @@ hidden states, and what is done to their scores, recorded operation by operation
 on with them as it would have without: the loss is the same either way.
 
 A slice of tokens or another form of the leading dims is the same of the hidden states, as long as the last dim stays
-apart from the others. Each function in :data:`VIEWS` takes the hidden states, the number of words and the operation's
-own arguments. It gives the hidden states of the result, and a step on the scores if the last dim is cut; None for what
-is no such view.
+apart from the others. :func:`_indexed` and :func:`_reshaped` give the hidden states of the result, and a step on the
+scores if the last dim is cut; None for what is no such view.
 
 What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -33,21 +32,14 @@ from ullage.errors import InputError
 from ullage.schema import IGNORED_LABEL
 from ullage.training.loss.chunked_loss import chunked_cross_entropy
 
-
-class ScoreStep:
-    """One operation on scores [n, words], with what stands beside them."""
-
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-
-    def __call__(self, scores: Tensor) -> Tensor:
-        return self.func(scores, *self.args, **self.kwargs)
-
-
-View = tuple[Tensor, Callable[[Tensor], Tensor] | None]
+#: An operation on scores [n, words].
+ScoreStep = Callable[[Tensor], Tensor]
+View = tuple[Tensor, ScoreStep | None]
 
 
 def _indexed(hidden: Tensor, words: int, index: Any) -> View | None:
+    # Of hidden states [N, T, H], s[None, 1:, ..., :7] has the entries [None, 1:, :, :7], of which the last is about
+    # words: the hidden states are those of [None, 1:, :, :], and the scores of each are cut to seven.
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(each is None or each is Ellipsis or isinstance(each, (int, slice, Tensor)) for each in entries):
         return None
@@ -66,7 +58,7 @@ def _indexed(hidden: Tensor, words: int, index: Any) -> View | None:
     rows = hidden[tuple(entries)]
     if chosen.indices(words) == (0, words, 1):
         return rows, None
-    return rows, ScoreStep(Tensor.__getitem__, ((Ellipsis, chosen),), {})
+    return rows, lambda scores: scores[..., chosen]
 
 
 def _dims_of(entry: Any) -> int:
@@ -74,52 +66,24 @@ def _dims_of(entry: Any) -> int:
     return entry.ndim if is_mask else 1
 
 
-def _reshaped(hidden: Tensor, words: int, *shape: Any, **named: Any) -> View | None:
-    sizes = tuple(named.get("shape", named.get("size", shape)))
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
-    if not sizes or not all(isinstance(each, int) for each in sizes):
+def _reshaped(
+    hidden: Tensor, words: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> View | None:
+    # Torch itself tells the sizes, in whatever way they are asked for: [2, 6, words].view(-1, words) is [12, words], so
+    # hidden states [2, 6, H] become [12, H]. Where the last dim is that of the words, all others were among themselves.
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         return None
-    *leading, last = sizes
-    if last == -1 and prod(leading) == prod(hidden.shape[:-1]):
-        last = words
-    # With no tokens, -1 could be anything.
-    if last != words or not leading or not hidden.numel():
+    try:
+        sizes = func(torch.empty((*hidden.shape[:-1], words), device="meta"), *args, **kwargs).shape
+    except (RuntimeError, TypeError):  # with no tokens, -1 could be anything
         return None
-    known = prod(each for each in leading if each != -1)
-    if leading.count(-1) > 1 or not known or prod(hidden.shape[:-1]) % known:
+    if len(sizes) < 2 or sizes[-1] != words or prod(sizes[:-1]) != prod(hidden.shape[:-1]) or not hidden.numel():
         return None
-    return hidden.reshape(*leading, hidden.shape[-1]), None
+    return hidden.reshape(*sizes[:-1], hidden.shape[-1]), None
 
 
-def _flattened(hidden: Tensor, words: int, start_dim: int = 0, end_dim: int = -1) -> View | None:
-    end = end_dim % hidden.ndim
-    return None if end == hidden.ndim - 1 else (hidden.flatten(start_dim, end), None)
-
-
-def _unflattened(hidden: Tensor, words: int, dim: int, sizes: Any) -> View | None:
-    return None if dim % hidden.ndim == hidden.ndim - 1 else (hidden.unflatten(dim, sizes), None)
-
-
-def _unsqueezed(hidden: Tensor, words: int, dim: int) -> View | None:
-    place = dim % (hidden.ndim + 1)
-    return None if place == hidden.ndim else (hidden.unsqueeze(place), None)
-
-
-def _squeezed(hidden: Tensor, words: int, dim: int | None = None) -> View | None:
-    return None if dim is None or dim % hidden.ndim == hidden.ndim - 1 else (hidden.squeeze(dim), None)
-
-
-VIEWS: dict[str, Callable[..., View | None]] = {
-    "getitem": _indexed,
-    "view": _reshaped,
-    "reshape": _reshaped,
-    "flatten": _flattened,
-    "unflatten": _unflattened,
-    "unsqueeze": _unsqueezed,
-    "squeeze": _squeezed,
-}
-
-
+#: Operations that change the dims alone.
+_RESHAPING = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 #: Operations on each score by itself, with numbers, single values or one value per word beside it.
 _ELEMENTWISE = frozenset({
     "add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide",
@@ -229,7 +193,7 @@ class LazyLogits:
         words: int,
         dtype: torch.dtype,
         made: tuple[LazyLogits, Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None,
-        steps: tuple[Callable[[Tensor], Tensor], ...] = (),
+        steps: tuple[ScoreStep, ...] = (),
         operands: tuple[Tensor, ...] = (),
     ) -> None:
         self.call, self.words, self.dtype, self.steps, self.operands = call, words, dtype, steps, operands
@@ -264,7 +228,7 @@ class LazyLogits:
         return f"LazyLogits({'not there' if self.hidden is None else list(self.shape)})"
 
     @property
-    def transform(self) -> Callable[[Tensor], Tensor] | None:
+    def transform(self) -> ScoreStep | None:
         """All steps as one function of scores [n, words]; None without one."""
         if not self.steps:
             return None
@@ -338,11 +302,13 @@ class LazyLogits:
             return self._cross_entropy(args, kwargs)
         if name == "contiguous":
             return self
-        if name in VIEWS:
-            found = VIEWS[name](hidden, self.words, *args, **kwargs)
-            if found is None:
-                return NotImplemented
-            rows, step = found
+        view = None
+        if name == "getitem":
+            view = _indexed(hidden, self.words, *args, **kwargs)
+        elif name in _RESHAPING:
+            view = _reshaped(hidden, self.words, func, args, kwargs)
+        if view is not None:
+            rows, step = view
             steps = self.steps if step is None else (*self.steps, step)
             return self._derived((func, args, kwargs), rows, steps, self.operands)
         if name in _ELEMENTWISE:
@@ -358,8 +324,8 @@ class LazyLogits:
             lambda each: each.reshape(each.shape[-1:]) if isinstance(each, Tensor) else each, (args, kwargs)
         )
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        step = ScoreStep(func, args, kwargs)
-        return self._derived((func, args, kwargs), self._there(), (*self.steps, step), (*self.operands, *operands))
+        steps: tuple[ScoreStep, ...] = (*self.steps, lambda scores: func(scores, *args, **kwargs))
+        return self._derived((func, args, kwargs), self._there(), steps, (*self.operands, *operands))
 
     def _is_per_word(self, operand: Tensor) -> bool:
         return (
@@ -378,7 +344,7 @@ class LazyLogits:
         self,
         made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
         hidden: Tensor,
-        steps: tuple[Callable[[Tensor], Tensor], ...],
+        steps: tuple[ScoreStep, ...],
         operands: tuple[Tensor, ...],
     ) -> LazyLogits:
         """The logits that an operation makes of these."""
