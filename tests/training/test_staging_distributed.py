@@ -102,7 +102,7 @@ def test_all_ranks_raise_what_one_of_them_found(root):
     for rank, (folders, disk, after, without) in enumerate(said):
         assert folders == (
             "DistributedError: the ranks name different folders for one checkpoint: expected the same path on every "
-            f"rank, found {root}/rank0 on rank 0, 2; {root}/rank1 on rank 1. Make the name on rank 0 and broadcast it, "
+            f"rank, found rank 0, 2: {root}/rank0; rank 1: {root}/rank1. Make the name on rank 0 and broadcast it, "
             "or take a fixed one"
         )
         own = f"TrainingError: this cannot be written ({root}/saved): found OSError: no space left on device"

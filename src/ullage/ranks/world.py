@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,20 @@ def _ranks(several: bool) -> Axis:
 def require_same_folder(folder: Path) -> Path:
     """``folder`` as an absolute path. Raises ``DistributedError`` on every rank if they name different ones."""
     folder = Path(os.path.abspath(folder))
+    folders = gather(str(folder))
+    if len(set(folders)) > 1:
+        raise DistributedError(
+            "the ranks name different folders for one checkpoint",
+            expected="the same path on every rank",
+            found=by_rank(folders),
+            hint="make the name on rank 0 and broadcast it, or take a fixed one",
+        )
+    return folder
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """The values of all ranks in one line, each once: of ``["a", "b", "a"]`` ``rank 0, 2: a; rank 1: b``."""
     ranks: dict[str, list[str]] = {}
-    for rank, path in enumerate(gather(str(folder))):
-        ranks.setdefault(path, []).append(str(rank))
-    if len(ranks) == 1:
-        return folder
-    named = [f"{path} on rank {', '.join(who)}" for path, who in ranks.items()]
-    raise DistributedError(
-        "the ranks name different folders for one checkpoint",
-        expected="the same path on every rank",
-        found=listed(named, 8, "; "),
-        hint="make the name on rank 0 and broadcast it, or take a fixed one",
-    )
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return listed([f"rank {', '.join(which)}: {value}" for value, which in ranks.items()], 8, "; ")

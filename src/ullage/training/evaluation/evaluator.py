@@ -3,9 +3,9 @@
 Each sample counts exactly once: the dataset is cut into batches in its own order, and batch *b* belongs to rank
 ``b mod world``. A rank that would have one batch less than another repeats a batch whose results are thrown away, so
 that every rank runs the model equally often (sharded models need that). Losses are weighed by the labels that count and
-reduced once, after the loop, and outputs come back in the order of the dataset (``predicting``). A problem on one rank
-travels with that reduction, so every rank raises; where ranks also meet after each batch (``batch_eval_metrics``), it
-travels with that.
+reduced once, after the loop, and outputs come back in the order of the dataset (``predicting``). Before that the ranks
+meet, so that a problem on one of them is raised by all; where they also meet after each batch
+(``batch_eval_metrics``), it ends the loop there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from ullage.attention.heads import package_of
 from ullage.batch import RaggedBatch
 from ullage.errors import InputError
-from ullage.ranks import Axis, agree
+from ullage.ranks import Axis
 from ullage.ranks.wire import gather_objects
-from ullage.ranks.world import gather
+from ullage.ranks.world import agreement, gather
 from ullage.replacing import replaced
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
@@ -129,7 +129,7 @@ class Evaluator:
         # Only now is num_real certain: a stream tells it after its last batch.
         if problem is None and share is not None:
             record.cut(share.num_real)
-        totals = self._reduce_or_raise(record, problem)
+        totals = self._totals(record, problem)
         if totals[2] == 0:
             raise InputError("the dataset is empty", where=description.lower(), expected="at least one sample")
         self._packer.metrics.merge(record.metrics(), "eval")
@@ -301,21 +301,17 @@ class Evaluator:
             losses=losses if "loss" in wanted else None,
         )
 
-    def _reduce_or_raise(self, record: Record, problem: Exception | None) -> Tensor:
-        """Σ loss · n, Σ n and samples over all ranks, by one reduction; raises on every rank if one has a problem."""
-        totals = torch.zeros(4, dtype=torch.float64)
-        if problem is None:
-            totals[:3] = record.totals()
-        # The fourth number tells of a failure: a rank that failed comes to the reduction like the others, with zeros.
-        totals[3] = float(problem is not None)
-        args, reduced = self._trainer.args, totals
+    def _totals(self, record: Record, problem: Exception | None) -> Tensor:
+        """Σ loss · n, Σ n and samples over all ranks, float64 [3]; raises on every rank if one has a problem."""
+        with agreement("evaluating its batches"):
+            if problem is not None:
+                raise problem
+        totals, args = record.totals(), self._trainer.args
         if args.world_size > 1:
-            reduced = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
-            reduced[:3] /= args.world_size // data_ranks(self._trainer)[1]  # ranks that evaluate the same samples
-        assert isinstance(reduced, Tensor)
-        if float(reduced[3]) > 0:  # only then do the ranks meet again, to hear of the error
-            agree(problem, Axis.world(), "evaluating its batches")
-        return reduced
+            totals = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
+            assert isinstance(totals, Tensor)
+            totals /= args.world_size // data_ranks(self._trainer)[1]  # ranks that evaluate the same samples
+        return totals
 
     def _gather(self, mine: list[Any]) -> list[Any]:
         """The entries of all ranks that evaluate different samples, end to end."""
@@ -325,7 +321,7 @@ class Evaluator:
 
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
-        loss, count, num_samples, _ = totals.tolist()
+        loss, count, num_samples = totals.tolist()
         world, concatenate = data_ranks(self._trainer)[1], self._trainer.args.eval_do_concat_batches
         found = {name: record.gathered(name, self._gather, world, concatenate=concatenate) for name in _KINDS}
         predictions, labels = found["predictions"], found["labels"]

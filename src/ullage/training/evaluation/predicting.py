@@ -144,6 +144,7 @@ def _joined(blocks: list[Any]) -> Any:
         )
     if len(blocks) == 1:
         return blocks.pop()
+    # Blocks [3, 5, V] and [2, 9, V] become [5, 9, V], the first three rows with -100 behind their five.
     shape = [max(sizes) for sizes in zip(*(block.shape for block in blocks))]
     shape[0] = sum(len(block) for block in blocks)
     # Pages of an empty array come into memory as they are written, while those of the blocks go.
@@ -285,21 +286,17 @@ class Predictor:
         rows = self.rows_of(inputs)
         # Told by their names, and so before they are in a tuple: the outputs that lie as the sources do.
         if self._reader.takes_pairs and isinstance(outputs, Mapping) and isinstance(inputs, RaggedBatch):
-            sources = self._source_rows(inputs)
-            names = [name for name in _OF_ENCODERS if outputs.get(name) is not None and name not in ignore_keys]
-            encoded = {name: self._padded(_tensors_of(outputs[name]), inputs, sources) for name in names}
-            frame = None  # that of the targets, whose rows begin with their first token
+            sources, targets = (self._source_rows(inputs), self._frame), (rows, None)
             if self._frame is not None and "labels" in self._frame.fields:
-                labels = self._frame.fields["labels"]
-                frame = Frame({}, (0,) * len(labels), labels.shape[1])
-            others = {name: value for name, value in outputs.items() if name not in _OF_ENCODERS}
-            with self.framed(frame):
-                made = {
-                    name: self._padded(_tensors_of(value), inputs, rows)
-                    for name, value in others.items()
-                    if name not in (*ignore_keys, "loss")
-                }
-            return _predictions({**made, **encoded}, ignore_keys, has_loss)
+                labels = self._frame.fields["labels"]  # whose rows begin with their first token
+                targets = (rows, Frame({}, (0,) * len(labels), labels.shape[1]))
+            made = {}
+            for name, value in outputs.items():
+                places, frame = sources if name in _OF_ENCODERS else targets
+                if name not in (*ignore_keys, "loss"):
+                    with self.framed(frame):
+                        made[name] = self._padded(_tensors_of(value), inputs, places)
+            return _predictions(made, ignore_keys, has_loss)
         return self._padded(_predictions(outputs, ignore_keys, has_loss), inputs, rows)
 
     def _padded(self, value: Any, inputs: Any, rows: forms.SampleRows) -> Any:

@@ -20,7 +20,7 @@ from ullage.datasets.stored import stored_lengths
 from ullage.errors import DistributedError, InputError, listed
 from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
-from ullage.ranks.world import agreement, gather
+from ullage.ranks.world import agreement, by_rank, gather
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.saving.background import is_asked_for
@@ -191,7 +191,7 @@ def require_same_run(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapp
                 "ranks were given different arguments",
                 where=name,
                 expected="one value",
-                found=_by_rank(values),
+                found=by_rank(values),
                 hint="start every process with the same arguments",
             )
     # From coarse to fine: the first difference that is found explains the later ones.
@@ -204,7 +204,7 @@ def require_same_run(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapp
             "ranks hold different training data, so samples would be trained twice or never",
             where="train_dataset",
             expected="the same samples in the same order on every rank",
-            found=_by_rank([_told(each) for each in data]),
+            found=by_rank([_told(each) for each in data]),
             hint="load, filter and shuffle alike on every rank (with one seed): the Trainer deals samples out to ranks",
         )
 
@@ -214,11 +214,3 @@ def _told(data: Mapping[str, Any]) -> str:
     if "ends" in data:
         parts += [f"of {data['ends']} tokens", f"content {data['content'][:8]}"]
     return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:])
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    """``rank 0, 2: this; rank 1: that``."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(f"rank {', '.join(which)}: {value}" for value, which in ranks.items())
