@@ -1,4 +1,4 @@
-"""Checksums of a conversion: those of the source, compared, and those of the target, filled in.
+"""Checksums of a conversion or a loading: those of the source, compared, and those of the target, filled in.
 
 Every run that was read has been summed. The runs of one record of a source file, with the padding between them, are the
 record, so their sums combine to the sum that the archive holds, or the file is damaged. The units of one tensor combine
@@ -7,9 +7,10 @@ to the sum of the new record in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,48 +67,91 @@ def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], line
 
 
 def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
-    """Compare the checksum of every source record that was read with the one its archive holds.
+    """Compare the checksum of every source record that was read with the one its archive holds; returns their number.
 
-    The bytes between the runs (padding, and other tensors of a shared storage) are read for it. Returns how many
-    records were compared. Raises ``CheckpointError`` that names the file, its rank and the parameters in the record.
+    Raises as :func:`compare_runs`.
     """
-    tables = [np.asarray(line["runs"], np.int64) for line in lines.values() if len(line.get("runs", ()))]
-    if not tables:
+    runs = [np.asarray(line["runs"], np.int64) for line in lines.values() if len(line.get("runs", ()))]
+    if not runs:
         return 0
-    runs = np.unique(np.concatenate(tables), axis=0)  # by file, then by offset; what was read twice counts once
-    sources = Sources(inventory)
-    parts: list[Int64] = []
-    records: list[tuple[int, int, int]] = []
-    try:
-        for file, low, size, crc, inside in _by_record(inventory, runs):
-            filled = with_gaps(sources, file, low, size, inside)
-            parts.append(np.column_stack([filled, np.full(len(filled), len(records))]))
-            records.append((file, low, crc))
-    finally:
-        sources.close()
-    if not records:
+    with contextlib.closing(Sources(inventory)) as sources:
+        return compare_runs(sources, inventory, np.concatenate(runs), [inventory.records])
+
+
+def compare_runs(
+    sources: Sources,
+    inventory: Inventory,
+    runs: Int64,
+    tables: Sequence[Mapping[int, Int64]],
+    *,
+    part: int = 0,
+    parts: int = 1,
+    spare: int | None = None,
+    hint: str = "copy the file again from where it was saved",
+) -> int:
+    """Compare the sums of records, or of blocks, with what was read of them; returns how many were compared.
+
+    Args:
+        sources: the open files, of which the bytes between the runs (padding, other tensors) are read.
+        inventory: of the checkpoint.
+        runs: [n, 4] file, offset, bytes and crc of all that was read.
+        tables: by file, [m, 3] offset, bytes and crc of each record; of each block.
+        part: which share of them is compared here.
+        parts: number of shares.
+        spare: bytes that may be read besides, and whoever needs more is left out; None for all that are needed.
+        hint: what to do with a damaged file.
+
+    Raises ``CheckpointError`` that names the file, its rank and the parameters in the bytes that differ.
+    """
+    pieces: list[Int64] = []
+    units: list[tuple[int, int, int, int]] = []
+    for number, (file, low, size, crc, inside) in enumerate(_units(tables, np.unique(runs, axis=0))):
+        gaps = size - int(inside[:, 2].sum())
+        if number % parts != part or (spare is not None and gaps > spare):
+            continue
+        spare = None if spare is None else spare - gaps
+        filled = _with_gaps(sources, file, low, size, inside)
+        pieces.append(np.column_stack([filled, np.full(len(filled), len(units))]))
+        units.append((file, low, size, crc))
+    if not units:
         return 0
-    table = np.concatenate(parts)
+    table = np.concatenate(pieces)
     totals = combine(table[:, 1], table[:, 0], table[:, 2])
-    for (file, low, crc), total in zip(records, totals.tolist()):
+    for (file, low, size, crc), total in zip(units, totals.tolist()):
         if total != crc:
-            raise _damaged(inventory, file, low)
-    return len(records)
+            raise _damaged(inventory, file, low, size, hint)
+    return len(units)
 
 
-def _by_record(inventory: Inventory, runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
-    """(file, offset, bytes, crc, the runs in it) of each record that was read."""
-    # Both tables are ordered by offset, so the runs that begin in a record are one stretch.
+def _units(tables: Sequence[Mapping[int, Int64]], runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
+    """(file, offset, bytes, crc, the runs in it) of each record or block that was read of, by file."""
     for file in np.unique(runs[:, 0]).tolist():
-        low, high = np.searchsorted(runs[:, 0], [file, file + 1])
-        mine = runs[low:high]
-        for offset, size, crc in inventory.records.get(file, np.zeros((0, 3), np.int64)).tolist():
-            first, last = np.searchsorted(mine[:, 1], [offset, offset + size])
-            if first < last:
-                yield file, offset, size, crc, mine[first:last]
+        mine = runs[runs[:, 0] == file]
+        # By offset, so that the runs that begin in a record are one stretch; of those that begin at one byte, the
+        # longest is first.
+        mine = mine[np.lexsort((-mine[:, 2], mine[:, 1]))]
+        for table in tables:
+            for low, size, crc in table.get(file, np.zeros((0, 3), np.int64)).tolist():
+                first, last = np.searchsorted(mine[:, 1], [low, low + size])
+                inside = _disjoint(mine[first:last])
+                if len(inside) and inside[-1, 1:3].sum() <= low + size:
+                    yield file, low, size, crc, inside
 
 
-def with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
+def _disjoint(runs: Int64) -> Int64:
+    """Runs of which each byte counts once: one that begins inside an earlier one is left out."""
+    # Two tensors of one storage, or two ranks that read a part each: of [0, 8), [4, 12), [8, 16) the second goes.
+    kept, end = [], -1
+    if (runs[1:, 1] >= runs[:-1, 1:3].sum(1)).all():
+        return runs
+    for i, (start, length) in enumerate(runs[:, 1:3].tolist()):
+        if start >= end:
+            kept.append(i)
+            end = start + length
+    return runs[kept]
+
+
+def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> Int64:
     """[n, 2] bytes and crc of parts that make the whole record: the runs, and what lies between them, read for it.
 
     Args:
@@ -115,18 +159,9 @@ def with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) -> 
         file: number of the file in the inventory.
         low: byte offset of the record in its file.
         size: bytes of the record.
-        runs: [m, 4] file, offset, bytes and crc of what was read of the record, by offset.
+        runs: [m, 4] file, offset, bytes and crc of what was read of the record, by offset, each byte once.
     """
     starts, lengths = runs[:, 1], runs[:, 2]
-    # Overlapping runs: each byte may count once only, so a run that begins inside an earlier one is left out.
-    if len(runs) > 1 and (starts[1:] < (starts + lengths)[:-1]).any():  # two tensors of one storage
-        kept, end = [], low
-        for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):
-            if start >= end:
-                kept.append(i)
-                end = start + length
-        runs = runs[kept]
-        starts, lengths = runs[:, 1], runs[:, 2]
     # Before, between and after the runs lie gaps: padding, and tensors that were not read.
     ends = np.concatenate([[low], starts + lengths])
     gaps = np.concatenate([starts, [low + size]]) - ends
@@ -147,25 +182,19 @@ def _sum(sources: Sources, file: int, offset: int, num_bytes: int) -> int:
     return crc
 
 
-def _damaged(inventory: Inventory, file: int, low: int) -> CheckpointError:
-    _, size, _ = next(r for r in inventory.records[file].tolist() if r[0] == low)
+def _damaged(inventory: Inventory, file: int, low: int, size: int, hint: str) -> CheckpointError:
     # From the damaged record back to what lies in it: a person knows parameters, not records.
     names = []
     for tensor in inventory.tensors:
         for part in tensor.slices:
-            inside = (
-                (part.fragments.file == file) & (part.fragments.offset >= low) & (part.fragments.offset < low + size)
-            )
-            if inside.any():
+            begins, lengths = part.fragments.offset, part.fragments.length * tensor.item_bytes
+            if ((part.fragments.file == file) & (begins < low + size) & (begins + lengths > low)).any():
                 names.append(f"{tensor.name} ({tensor.key})")
     names = names or _module_names(inventory, file, low)
     who = inventory.files[file]
-    what = f"parameter {listed(names)}" if names else f"the record of {size} bytes at {low}"
-    return CheckpointError(
-        "corrupted: the data fails its checksum",
-        where=f"{inventory.folder / who.name}, rank {who.dp_rank}, {what}",
-        hint="copy the file again from where it was saved",
-    )
+    what = f"parameter {listed(names)}" if names else f"bytes {low:,} to {low + size:,}"
+    where = f"{inventory.folder / who.name}, rank {who.dp_rank}, {what}"
+    return CheckpointError("corrupted: the data fails its checksum", where=where, hint=hint)
 
 
 def _module_names(inventory: Inventory, file: int, low: int) -> list[str]:

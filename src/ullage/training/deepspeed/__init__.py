@@ -38,9 +38,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ullage.ranks import Axis, together
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.replacing import replaced
-from ullage.training.deepspeed.content import prefers_universal
+from ullage.training.deepspeed.content import prefers_universal, universal_at
+from ullage.training.deepspeed.engine import require_engine
 from ullage.training.deepspeed.loading import load_ranges
 
 #: What DeepSpeed compiles when its communication starts on a CPU.
@@ -121,10 +123,11 @@ def load_universal(
 
     Raises ``CheckpointError`` where there is none.
     """
-    loaded = load_ranges(
-        engine, folder, tag, strict=strict, load_lr_scheduler_states=load_lr_scheduler_states, universal=True
-    )
-    return loaded.path, loaded.client_state
+    require_engine(engine)
+    where = Path(folder)
+    with together(Axis.world(), "looking for a universal checkpoint"):
+        where = universal_at(folder, tag)
+    return load_checkpoint(engine, where, strict=strict, load_lr_scheduler_states=load_lr_scheduler_states)
 
 
 @contextlib.contextmanager

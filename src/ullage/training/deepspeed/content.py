@@ -83,15 +83,12 @@ class Content:
         return next((self.inventory.tensor(*each) for each in found), None)
 
 
-def shared_content(
-    folder: str | Path, tag: str | None = None, *, universal: bool = False, manifest: bool = False
-) -> Content:
+def shared_content(folder: str | Path, tag: str | None = None, *, manifest: bool = False) -> Content:
     """The content of the checkpoint, read by the first rank for all. Collective.
 
     Args:
         folder: of the checkpoint, or the one around it.
         tag: its folder inside, where that is not the latest.
-        universal: whether the one that ``latest_universal`` names is meant.
         manifest: whether what is read will be compared with the manifest, if there is one.
 
     Raises on every rank what the first one met.
@@ -100,8 +97,7 @@ def shared_content(
     record = None
     if axis.rank == 0:
         try:
-            where = universal_at(folder, tag) if universal else Path(folder) / tag if tag else Path(folder)
-            record = (None, read_content(where, manifest=manifest))
+            record = (None, read_content(Path(folder) / (tag or ""), manifest=manifest))
         except UllageError as error:
             record = (error, None)
         except Exception as error:  # another rank can only raise what it can be sent

@@ -179,6 +179,7 @@ def _flats(zero: Any) -> list[torch.Tensor]:
 
 def _part_of(p: Any) -> HeldRange:
     """This rank's partition of ``p``, of stage 3, without padding; at its beginning."""
+    # Of 10 elements on four ranks each has room for three: ranks hold 0-2, 3-5, 6-8, and 9 with padding behind it.
     share = p.ds_tensor.ds_numel
     start = share * dist.get_rank(group=getattr(p, "ds_process_group", None))
     return HeldRange(start, 0, max(0, min(share, p.ds_numel - start)))
@@ -196,6 +197,8 @@ def _stretch(zero: Any, number: int, group: list[Any], size: int) -> Iterator[He
     """The parameters of a group within the equal stretch of ``size`` elements that this rank masters of its buffer."""
     buffer = (zero.bf16_groups_flat if hasattr(zero, "bf16_groups") else zero.bit16_groups_flat)[number]
     low = size * dist.get_rank(group=zero.real_dp_process_group[number])
+    # Weights of 6 and 10 elements fill a buffer of 16. The second of two ranks masters 8 to 16 of it: nothing of the
+    # first, and of the second its elements 2 to 10, which are the first of the stretch.
     for p in group:
         # Addresses are in bytes. A parameter of no elements has none.
         first = (p.data_ptr() - buffer.data_ptr()) // buffer.element_size() if p.numel() else 0

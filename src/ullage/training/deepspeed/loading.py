@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ullage.checkpoint import Tensor
-from ullage.checkpoint.conversion.checksums import with_gaps
+from ullage.checkpoint.conversion.checksums import compare_runs
 from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.manifest import BLOCK_BYTES
 from ullage.checkpoint.numbers import Bytes
@@ -89,7 +89,6 @@ def load_ranges(
     *,
     strict: bool = True,
     load_lr_scheduler_states: bool = True,
-    universal: bool = False,
     manifest: bool = True,
 ) -> Loaded:
     """Load a checkpoint of any layout into ``engine``. Collective; waits for the device.
@@ -100,13 +99,12 @@ def load_ranges(
         tag: its folder inside, where that is not the latest.
         strict: every frozen parameter and buffer must be there.
         load_lr_scheduler_states: whether the schedule is loaded.
-        universal: whether the checkpoint that ``latest_universal`` names is meant.
         manifest: whether the blocks of a manifest are compared; False where that was done before.
     """
     end_groups_at_exit()
     require_engine(engine)
     zero, world = engine.optimizer, Axis.world()
-    content = shared_content(folder, tag, universal=universal, manifest=manifest)
+    content = shared_content(folder, tag, manifest=manifest)
     here, plan, saved, states = EngineTensors([], [], set()), RangePlan(), Saved(), None
     with together(world, "reading the checkpoint's descriptions"):
         here = tensors_of(engine)
@@ -239,7 +237,8 @@ class _RangeReader:
         """
         for read in reads:
             dtype, row, at = getattr(torch, read.tensor.dtype), row_elements(read.tensor), read.at
-            # Rows that tensor parallelism has cut are read whole, so what is asked for may lie inside the first one.
+            # Rows that tensor parallelism has cut are read whole, so what is asked for may lie inside the first one:
+            # elements 7 to 12 of rows of 5 are within 5 to 15, of which 2 to 7 are wanted.
             low, stop = read.start // row * row, read.start + read.length
             high = min(-(-stop // row) * row, read.tensor.numel)
             for chunk in self._chunks(read.tensor, low, high):
@@ -284,7 +283,16 @@ class _RangeReader:
             runs = _joined(self._tally.runs, self._content)
         everywhere = gather_objects(runs, world)
         with together(world, "comparing the checkpoint's sums"):
-            count = _compare(self._sources, self._content, everywhere, world.rank)
+            count = compare_runs(
+                self._sources,
+                self._content.inventory,
+                np.concatenate(everywhere),
+                _tables(self._content),
+                part=world.rank,
+                parts=world.size,
+                spare=self._sources.num_bytes // _SPARE,
+                hint="the engine holds a part of it: load another checkpoint before training, or copy the file again",
+            )
         return sum(gather_objects(count, world))
 
 
@@ -414,7 +422,8 @@ def _joined(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
     table = np.unique(np.array(runs, np.int64).reshape(-1, 4), axis=0)
     if len(table) < 2:
         return table
-    # A run may not reach over the beginning of a record or a block, where another sum begins.
+    # Runs of bytes [0, 8), [8, 12) and [16, 20) of a file become [0, 12) and [16, 20); but [0, 8) stays by itself where
+    # a record begins at 8. A run may not reach over the beginning of a record or a block, where another sum begins.
     begins = np.zeros(len(table), bool)
     for file in np.unique(table[:, 0]).tolist():
         edges = np.concatenate([units.get(file, _NONE)[:, 0] for units in _tables(content)])
@@ -427,66 +436,5 @@ def _joined(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
     return np.column_stack([table[first, :2], np.bincount(owner, table[:, 2]).astype(np.int64), crcs])
 
 
-def _compare(sources: Sources, content: Content, runs: list[Int64], rank: int) -> int:
-    """Compare this rank's share of the records and blocks; returns how many were compared.
-
-    Args:
-        sources: the open files.
-        content: the checkpoint.
-        runs: what each rank read, as :func:`_joined` gives it.
-        rank: this one.
-
-    Raises ``CheckpointError`` that names the file and what lies in the bytes that differ.
-    """
-    spare, count = sources.num_bytes // _SPARE, 0
-    every = np.unique(np.concatenate(runs), axis=0)
-    for number, (file, low, size, crc, inside) in enumerate(_units(content, every)):
-        if number % len(runs) != rank:
-            continue
-        gaps = size - int(inside[:, 2].sum())
-        if gaps > spare:
-            continue
-        spare -= max(gaps, 0)
-        parts = with_gaps(sources, file, low, size, inside)
-        if combine(parts[:, 1], parts[:, 0], np.zeros(len(parts), np.int64))[0] != crc:
-            raise _damaged(content, file, low, size)
-        count += 1
-    return count
-
-
 def _tables(content: Content) -> tuple[dict[int, Any], dict[int, Any]]:
     return content.inventory.records, content.blocks
-
-
-def _units(content: Content, runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
-    """(file, offset, bytes, crc, runs within) of each record and block that any rank read of, by file."""
-    for file in np.unique(runs[:, 0]).tolist():
-        mine = runs[runs[:, 0] == file]
-        # Of a run that two ranks read in part, each byte counts once: the one that begins first, and the longer.
-        mine = mine[np.lexsort((-mine[:, 2], mine[:, 1]))]
-        for table in _tables(content):
-            for low, size, crc in table.get(file, _NONE).tolist():
-                first, last = np.searchsorted(mine[:, 1], [low, low + size])
-                inside = mine[first:last]
-                ends = inside[:, 1] + inside[:, 2]
-                if len(inside) and (ends[:-1] <= inside[1:, 1]).all() and ends[-1] <= low + size:
-                    yield file, low, size, crc, inside
-
-
-def _damaged(content: Content, file: int, low: int, size: int) -> CheckpointError:
-    inventory = content.inventory
-    names = [
-        f"{tensor.name} ({tensor.key})"
-        for tensor in inventory.tensors
-        for part in tensor.slices
-        if (
-            (part.fragments.file == file)
-            & (part.fragments.offset < low + size)
-            & (part.fragments.offset + part.fragments.length * tensor.item_bytes > low)
-        ).any()
-    ]
-    return CheckpointError(
-        "corrupted: the data fails its checksum",
-        where=f"{inventory.folder / inventory.files[file].name}, bytes {low:,} to {low + size:,}, {listed(names)}",
-        hint="the engine holds a part of it: load another checkpoint before training, or copy the file again",
-    )

@@ -189,7 +189,8 @@ class Weighed:
         """
         sizes = _elements_each(batch, name)
         assert int(sizes.sum()) == elements.numel(), "labels and sequences disagree"
-        # One running sum serves all sequences, those without elements too.
+        # One running sum serves all sequences, those without elements too. Of labels [-100, 5, 6, -100, 7] it is
+        # [0, 0, 1, 2, 2, 3]; sequences of 3 and 2 end where it is 2 and 3, so they have two labels and one.
         running = np.append(0, np.cumsum((elements != IGNORED_LABEL).cpu().numpy()))
         labels = np.diff(running[np.append(0, np.cumsum(sizes))])
         given = np.ones(len(batch)) if field is None else batch[field].cpu().to(torch.float64).numpy()
@@ -207,7 +208,9 @@ class Weighed:
 
     def by_label(self, total: float) -> Tensor:
         """The weight of every label element, float64 [elements], in a step whose weights sum up to ``total``."""
-        # Where nothing counts in the whole step the total is zero, and so are all weights.
+        # Of a step whose weights sum up to 4, sequences that weigh 1 and have two labels and one: each label weighs 1/8
+        # in the first, 1/4 in the second. Where nothing counts in the whole step the total is zero, and so are all
+        # weights.
         share = self.weights / np.maximum(self.labels, 1) / (total if total > 0 else 1.0)
         return torch.from_numpy(np.repeat(share, self.elements))
 
