@@ -14,6 +14,8 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
-from ullage.checkpoint.manifest import Block, Manifest, around, damage_in
+from ullage.checkpoint.manifest import around, damage_in
 from ullage.errors import CheckpointError, UllageError
 from ullage.layout import Int64
 from ullage.ranks import Axis
@@ -152,7 +154,7 @@ def _add_blocks(content: Content) -> None:
     """The blocks of the manifest that speaks of the checkpoint's files: in its folder, or in the one around it."""
     inventory = content.inventory
     for found, prefix in around(inventory.folder):
-        listed = _by_file(found)
+        listed = {name: list(blocks) for name, blocks in groupby(found.blocks, attrgetter("name"))}
         numbers = {i: listed[prefix + f.name] for i, f in enumerate(inventory.files) if prefix + f.name in listed}
         if not numbers and not found.damage:
             continue
@@ -162,13 +164,6 @@ def _add_blocks(content: Content) -> None:
             number: np.array([(b.offset, b.num_bytes, b.crc) for b in own], np.int64) for number, own in numbers.items()
         }
         return
-
-
-def _by_file(manifest: Manifest) -> dict[str, list[Block]]:
-    listed: dict[str, list[Block]] = {}
-    for block in manifest.blocks:
-        listed.setdefault(block.name, []).append(block)
-    return listed
 
 
 @dataclass

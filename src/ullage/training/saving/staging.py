@@ -284,15 +284,14 @@ def one_line(target: Path) -> Iterator[None]:
         said = f"{type(error).__name__}: {error}"
         if not isinstance(error, OSError) and not any(word in said for word in _WRITE_FAILED):
             raise
+        problem, found = "this cannot be written", (error.strerror if isinstance(error, OSError) else None) or said
         words = _no_room(error, target)
         if words is not None:
-            raise _disk_full(words, target) from error
-        raise TrainingError(
-            "this cannot be written",
-            where=str(target),
-            found=error.strerror if isinstance(error, OSError) and error.strerror else said,
-            hint="make room, or give a folder that can be written to; what was there before is as it was",
-        ) from error
+            free = _free_bytes(target)
+            beside = "" if free is None else f", {free} bytes free beside what is written of it"
+            problem, found = "the disk is full", f"{words}{beside}"
+        hint = "make room, or give a folder that can be written to; what was there before is as it was"
+        raise TrainingError(problem, where=str(target), found=found, hint=hint) from error
 
 
 def _no_room(error: Exception, target: Path) -> str | None:
@@ -306,28 +305,7 @@ def _no_room(error: Exception, target: Path) -> str | None:
     return os.strerror(errno.ENOSPC) if free is not None and free < _FULL else None
 
 
-def _disk_full(words: str, target: Path) -> TrainingError:
-    free, needed = _free_bytes(target), _size_of_one_before(target)
-    return TrainingError(
-        "the disk is full",
-        where=str(target),
-        expected=f"about {needed} bytes, the size of the one before" if needed else None,
-        found=words if free is None else f"{words}, {free} bytes free beside what is written of it",
-        hint="make room, or give a folder on another disk; what was there before is as it was",
-    )
-
-
 def _free_bytes(target: Path) -> int | None:
     with suppress(OSError, StopIteration):
         return shutil.disk_usage(next(path for path in (target, *target.parents) if path.exists())).free
     return None
-
-
-def _size_of_one_before(target: Path) -> int:
-    """Bytes of the newest folder beside ``target`` that differs from it in its number alone; 0 if there is none."""
-    stem, _, number = target.name.rpartition("-")
-    others = [path for path in target.parent.glob(f"{stem}-*") if path.name.rpartition("-")[2].isdecimal()]
-    if not number.isdecimal() or not others:
-        return 0
-    newest = max(others, key=lambda path: path.stat().st_mtime)
-    return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
