@@ -232,6 +232,7 @@ class BackgroundSave:
 
     def snapshot(self) -> Snapshot:
         """A snapshot to copy a checkpoint into; the save before must be settled."""
+        self._memory.give_back()  # what an error has left of a copy, too
         return Snapshot(self._memory)
 
     def begin(self, snapshot: Snapshot, finish: Callable[[], None]) -> None:
