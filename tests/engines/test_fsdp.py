@@ -194,7 +194,7 @@ def test_ranks_that_name_other_folders_are_told_so(quick, folder):
         for done, first, second in (("saved", "rank0", "rank1"), ("loaded", "../others", "one")):
             first = str(others) if done == "loaded" else f"{others}/{first}"
             assert found[done].startswith("DistributedError: the ranks name different folders for one checkpoint")
-            assert f"found {first} on rank 0; {others}/{second} on rank 1." in found[done]
+            assert f"found rank 0: {first}; rank 1: {others}/{second}." in found[done]
 
 
 def test_a_shard_with_another_byte_is_not_loaded(quick, folder):
