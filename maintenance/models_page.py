@@ -19,12 +19,12 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
+from ullage.core.replacing import replacing
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.models.cells import CELLS
 from ullage.proofs.auditing import Audit, audit
 from ullage.proofs.tiny import KINDS, model_types, tiny_model
-from ullage.replacing import replacing
 
 #: Beside the kinds of transformers' heads: our own models, by cell.
 RECURRENT = "recurrent"

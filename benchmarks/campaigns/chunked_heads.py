@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import ullage
 from ullage.attention.heads import loss_divides_by_count
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.proofs.auditing import Samples
 from ullage.proofs.tiny import model_types, tiny_model

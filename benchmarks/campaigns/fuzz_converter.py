@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from ullage import checkpoint
-from ullage.errors import UllageError
+from ullage.core.errors import UllageError
 
 FORMATS = ("universal", "safetensors", "dcp")
 #: Formats that are changed as sources, and what writing each takes.

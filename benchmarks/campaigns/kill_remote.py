@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.campaigns.kill_conversion import conclude  # noqa: E402
 from tests.support import object_store, real_zero  # noqa: E402
 from ullage import checkpoint  # noqa: E402
-from ullage.errors import CheckpointError  # noqa: E402
+from ullage.core.errors import CheckpointError  # noqa: E402
 
 FORMATS = ("universal", "safetensors", "dcp")
 GROUPS: list[dict[str, tuple[int, ...]]] = [

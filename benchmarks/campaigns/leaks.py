@@ -37,7 +37,7 @@ from rich.table import Table
 
 import ullage
 from ullage.attention.support import attends_both_ways
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.mixers import SequencesMeet, pack_model
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import put_in

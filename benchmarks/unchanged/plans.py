@@ -83,7 +83,7 @@ def one(drawn: dict[str, Any]) -> dict[str, Any]:
     try:
         plan = ullage.plan(options.pop("lengths"), **{**options, "cost": costs[options["cost"]]})
         statistics = plan.statistics()
-    except ullage.errors.UllageError as error:
+    except ullage.core.errors.UllageError as error:
         return {"error": said(error)}
     members = [plan.members(m, r).tolist() for m in range(plan.num_microbatches) for r in range(plan.ranks)]
     return {
@@ -105,14 +105,14 @@ def packed(seed: int, number: int) -> dict[str, Any]:
     lengths = [chance.randrange(1, capacity + 1) for _ in range(chance.choice([0, 1, 30, 400]))]
     try:
         bins = ullage.pack_lengths(lengths, capacity)
-    except ullage.errors.UllageError as error:
+    except ullage.core.errors.UllageError as error:
         return {"error": said(error)}
     return {"bins": digest(*(repr(list(map(int, part))) for part in bins))}
 
 
 def run(folder: Path, seed: int, jobs: int, only: str = "") -> Cases:
     """All plans, in as many forks as there are ``jobs``."""
-    import ullage.errors
+    import ullage.core.errors
     import ullage.planning
 
     for degree in (1, "auto"):  # compiled once, before the forks

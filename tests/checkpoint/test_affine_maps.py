@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.checkpoint.zero.parallel import Patterns, join
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 def strides(shape):

@@ -13,7 +13,7 @@ import torch
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.regression
 

@@ -9,7 +9,7 @@ import torch
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 LLAMA_7B = {"embed.weight": (32000, 4096), "head.weight": (32000, 4096)}
 LLAMA_7B |= {f"layers.{i}.{n}.weight": (4096, 4096) for i in range(32) for n in "qkvo"}

@@ -13,7 +13,7 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.conversion.journal import Journal
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from tests.support import moe_worker
 from tests.support.moe_worker import merged
 from tests.support.zero_worker import Job, launch
 from ullage import checkpoint
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 

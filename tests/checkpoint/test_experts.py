@@ -11,7 +11,7 @@ from tests.support import real_zero
 from tests.support.real_zero import SENTINEL, Recipe
 from ullage import checkpoint
 from ullage.cli.inspect import inspect
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Two layers, whose experts divide nothing; one parameter is of one element.
 EXPERTS = {"first": (4, {"w": (3, 5), "b": (7,)}), "second": (8, {"w": (5, 3), "one": (1,)})}

@@ -23,7 +23,7 @@ from tests.checkpoint.test_bad_checkpoints import contents, edit, shard
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.regression
 

@@ -14,7 +14,7 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from tests.support.zero_worker import Job, launch
 from ullage import checkpoint
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 HPZ = {"zero_hpz_partition_size": 2}
 CPU = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

@@ -14,7 +14,7 @@ from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.files import torchfile
 from ullage.checkpoint.formats import dcp, safetensors
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 

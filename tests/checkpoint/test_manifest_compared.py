@@ -16,7 +16,7 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.cli import main
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 

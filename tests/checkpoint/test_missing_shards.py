@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ullage import checkpoint
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 

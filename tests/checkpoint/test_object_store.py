@@ -12,7 +12,7 @@ from tests.checkpoint.test_zero_conversion import assert_is_the_truth
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 pytest.importorskip("moto.server", reason="needs moto[server]")
 pytest.importorskip("s3fs", reason="needs s3fs")

@@ -24,7 +24,7 @@ from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.files.unpickling import Refused, Unpickler
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 

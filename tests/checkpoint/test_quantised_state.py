@@ -14,7 +14,7 @@ from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint import numbers
 from ullage.checkpoint.reading import Sources, Tally, stream
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 GROUPS = [{"embed.weight": (61, 30), "head.weight": (20, 31)}, {"bias": (7,)}]
 WRAPPED = "__bnb_optimizer_quant_state__"

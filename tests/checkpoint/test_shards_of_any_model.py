@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ullage import checkpoint
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 pytestmark = pytest.mark.regression
 

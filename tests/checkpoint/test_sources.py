@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ullage import checkpoint
 from ullage.checkpoint.formats.entries import optimizer_groups
 from ullage.checkpoint.reading import Sources, Tally, stream
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.parity
 

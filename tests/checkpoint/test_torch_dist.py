@@ -23,7 +23,7 @@ from ullage.checkpoint.formats.name_tables import NAMES, Architecture, of_config
 from ullage.checkpoint.formats.table import FORMATS
 from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.reading import Sources, Tally, stream
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 KINDS = ("llama", "qwen2", "qwen3")
 

@@ -18,7 +18,7 @@ from ullage.checkpoint import reading
 from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.checkpoint.inventory import File, Inventory, WrittenBy
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 def savable_dtypes():

@@ -15,7 +15,7 @@ from ullage.checkpoint.conversion import uploading
 from ullage.checkpoint.reading import Unreadable
 from ullage.checkpoint.remote import store as requests
 from ullage.cli import convert, inspect, verify
-from ullage.errors import CheckpointError, InputError, UsageError
+from ullage.core.errors import CheckpointError, InputError, UsageError
 
 #: one beyond the size of small files (1 MiB), one of no elements, one of one, and names with the signs of wildcards
 TENSORS = {"w": (300, 1100), "empty": (0, 4), "one": (1,), "part[0].*": (7, 3), "flag?": (5,)}

@@ -11,9 +11,9 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from ullage.cli import main
+from ullage.core.errors import InputError
 from ullage.datasets.files import read_lengths
 from ullage.datasets.packing import pack_file
-from ullage.errors import InputError
 
 
 @pytest.fixture

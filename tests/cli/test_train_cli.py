@@ -18,7 +18,7 @@ import yaml
 from tests.support.launch import environment, full_disk
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.verb import _command, _run
-from ullage.errors import CheckpointError, InputError, TrainingError, UsageError
+from ullage.core.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.training.saving.checkpoints import checkpoints_in, require_checkpoint
 from ullage.training.saving.staging import staging_of
 

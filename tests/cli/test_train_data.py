@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.launch import torchrun
 from ullage.cli.train.verb import _run
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
 

@@ -13,7 +13,7 @@ import pytest
 
 from ullage.cli.train.progress import Progress
 from ullage.cli.train.verb import _run
-from ullage.errors import InputError, TrainingError
+from ullage.core.errors import InputError, TrainingError
 from ullage.training.saving.checkpoints import checkpoints_in, is_unfinished
 
 SMALL = ["--model", "llama-16x1", "--packing_capacity", 128, "--per_device_train_batch_size", 4, "--max_steps", 8]

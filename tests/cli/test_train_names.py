@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
 from ullage.cli.train.model import locate, told
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 MODEL = {
     "config.json": b"{}",

@@ -12,7 +12,7 @@ from tests.support.launch import environment
 from ullage import checkpoint
 from ullage.cli.train.folder import require_layout_of
 from ullage.cli.train.verb import _run
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 from ullage.training.saving.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.distributed

@@ -34,8 +34,8 @@ from ullage.cli.train.model import choose, load_weights
 from ullage.cli.train.settings import ModelArguments
 from ullage.cli.train.summary import sample_of
 from ullage.cli.train.verb import _run
+from ullage.core.errors import InputError, TrainingError, UsageError
 from ullage.datasets import byte_tokenizer, tokenize
-from ullage.errors import InputError, TrainingError, UsageError
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model
 from ullage.report import run_page
 from ullage.training.saving.checkpoints import checkpoints_in

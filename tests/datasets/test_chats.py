@@ -10,10 +10,10 @@ from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from ullage.core.errors import InputError
 from ullage.datasets import byte_tokenizer
 from ullage.datasets.chats import TEMPLATES, chats_of, tokenize_chats, use_template
 from ullage.datasets.text import TokenDataset
-from ullage.errors import InputError
 
 datasets.disable_progress_bars()
 

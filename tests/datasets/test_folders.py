@@ -7,9 +7,9 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
+from ullage.core.errors import InputError
 from ullage.datasets import load_text
 from ullage.datasets.tables import files_of, read_table
-from ullage.errors import InputError
 
 CARD = """---
 license: mit

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ullage.core.errors import InputError
 from ullage.datasets.files import choose_column, read_lengths, read_stream
-from ullage.errors import InputError
 
 LENGTHS = [17, 5, 900, 5]
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from ullage.core.errors import InputError
 from ullage.datasets import CAPACITIES, WORKLOADS, mock_lengths
-from ullage.errors import InputError
 
 LOGNORMAL = {
     "mode": "distribution",

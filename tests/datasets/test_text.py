@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
 from ullage.datasets import TokenDataset, byte_tokenizer, docstrings, load_text, split_held_out, tokenize
-from ullage.errors import InputError
-from ullage.layout import Layout
 
 
 @pytest.fixture(scope="module")

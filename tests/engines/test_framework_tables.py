@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage.core.errors import InputError
 from ullage.engines import axolotl, llama_factory, nemo_rl, openrlhf, skyrl, slime, swift, trl_async, verl
-from ullage.errors import InputError
 
 UPSTREAM = {
     slime.build_dp_schedule: "args, train_parallel_config, total_lengths, global_batch_size, rollout_indices",

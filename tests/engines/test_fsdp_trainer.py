@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage import InputError
+from ullage.core.errors import DistributedError
 from ullage.engines import fsdp
-from ullage.errors import DistributedError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.step.drawing import StepCounts
 

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 import ullage
-from ullage.columns import Columns
+from ullage.core.columns import Columns, Schema
 from ullage.exchange import Lengths, materialize, route, transfer
 from ullage.ranks import Topology
 from ullage.ranks.memory import Neighbours
-from ullage.schema import Schema
 
 
 @pytest.mark.parametrize(("ranks", "dp", "per_rank"), [(768, 768, 1.5), (768, 96, 3), (7, 7, 9)])

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.core_environment import core_packages, make_core_folder, project
 from tests.support.launch import ROOT
-from ullage.errors import InputError, UllageError
-from ullage.extras import MODULES, MissingExtraError, needed_by
+from ullage.core.errors import InputError, UllageError
+from ullage.core.extras import MODULES, MissingExtraError, needed_by
 
 
 def run(folder, *arguments):
@@ -64,7 +64,7 @@ from ullage import Layout, plan  # which the core has
 print(Layout([3, 1]).num_tokens, plan([5, 3, 9], ranks=2, capacity=16).num_microbatches)
 print(sorted({"transformers", "accelerate", "datasets", "safetensors"} & sys.modules.keys()))
 import importlib, importlib.util, pkgutil, ullage
-from ullage.extras import MODULES
+from ullage.core.extras import MODULES
 whole, bare = 0, []
 def touch(what, load, *, inner):
     # inner: a module within a room, whose import may fail as any other's does

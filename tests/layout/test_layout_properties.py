@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.drawing import lengths as drawn
 from ullage import InputError, Layout
-from ullage.layout import counting, ranges, starts_of
+from ullage.core.layout import counting, ranges, starts_of
 
 pytestmark = pytest.mark.property
 

@@ -20,12 +20,12 @@ from transformers import (
 
 import ullage
 from ullage import RaggedBatch, pack_model
-from ullage.errors import InputError
+from ullage.core.errors import InputError
+from ullage.core.rows import read_row
 from ullage.mixers import is_packed
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way
 from ullage.proofs.tiny import tiny_model
-from ullage.rows import read_row
 
 pytestmark = pytest.mark.parity
 

@@ -15,7 +15,7 @@ import ullage
 import ullage.attention
 from tests.support.own_models import LEAKING, ShiftLlamaForCausalLM, bert_config, llama_config
 from ullage import RaggedBatch, pack_model
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way, ways_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import (
     Cell,
     RecurrentEncoderDecoder,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 import ullage
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import (
     GRUCell,
     RecurrentConfig,

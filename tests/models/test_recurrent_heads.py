@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ullage import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import (
     Cell,
     RecurrentConfig,

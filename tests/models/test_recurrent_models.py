@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.generic import find_labels
 
 from ullage import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import (
     Cell,
     RaggedInputs,

@@ -28,6 +28,6 @@ def test_the_examples_of_a_module_print_what_they_say(path):
 
 
 def test_there_are_examples_to_run():
-    assert {"planning/planner.py", "layout.py", "batch.py"} <= {
+    assert {"planning/planner.py", "core/layout.py", "core/batch.py"} <= {
         str(path.relative_to(SOURCE / "ullage")) for path in MODULES
     }

@@ -14,7 +14,7 @@ from maintenance.models_page import audit_entry, entries, page
 from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
-from ullage.layout import Layout
+from ullage.core.layout import Layout
 from ullage.mixers import by_lengths, forwards, is_packed, pack_model
 from ullage.mixers.ways import HYBRIDS
 from ullage.proofs.tiny import tiny_model

@@ -4,7 +4,7 @@ import pytest
 
 import ullage
 from tests.support import processes, ranks_cases
-from ullage.errors import DistributedError, InputError
+from ullage.core.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology, agree, gather_agreed, raise_failures, report, together, tried
 from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import require_axis

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage.core.units import duration, rate
 from ullage.report.curves import HEIGHT, MAX_POINTS, WIDTH, Series, chart, round_numbers, sparkline, tick_texts
-from ullage.units import duration, rate
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False).filter(lambda value: value == 0 or abs(value) > 1e-9)
 

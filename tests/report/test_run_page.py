@@ -19,7 +19,7 @@ from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.launch import environment
 from ullage.cli.report import report
 from ullage.cli.train.verb import _run
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.run.log_file import LOG, append, read_log

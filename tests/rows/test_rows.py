@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage.rows import Places, permute
+from ullage.core.rows import Places, permute
 
 pytestmark = pytest.mark.property
 

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 from tests.support import packing_script, trl_cases
 from tests.support.rank_memory import local_bytes
 from ullage import InputError
-from ullage.errors import UllageError
+from ullage.core.errors import UllageError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 FSDP = {"fsdp": True}

@@ -63,8 +63,11 @@ def _from_imports(text: str) -> list[tuple[int, str, str | None]]:
 
 
 def room_of(module: str) -> str:
-    """The room of a module: the part below the root package, "" for the root."""
-    return [*module.split("."), ""][1]
+    """The room of a module: the part below the root package, "" for the root; of the foundation each module is one."""
+    _, room, inner, *_ = [*module.split("."), "", ""]
+    if room == "core":
+        return f"core.{inner}" if inner else ""
+    return room
 
 
 def upward(tree: dict[str, str], order: list[str]) -> set[tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 
 class _HostTorch(types.ModuleType):

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from ullage.attention.segments import packed_attention
 from ullage.attention.varlen import host_lengths, serves_varlen, varlen_attention
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout
 from ullage.engines.megatron.settings import TAKES_GROUPS
-from ullage.errors import InputError
 from ullage.exchange.sharding import shard_index
-from ullage.layout import Int64, Layout
 
 # torch renames these collectives; the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

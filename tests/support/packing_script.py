@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.support import own_losses, story
-from ullage.errors import UllageError
+from ullage.core.errors import UllageError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, TrainingArguments
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.ranks import Axis, Topology, gather_agreed, raise_failures, report, together, tried, wire
 from ullage.ranks.wire import gather_int64
 

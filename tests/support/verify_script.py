@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support import own_models, packing_script
-from ullage.errors import UllageError
+from ullage.core.errors import UllageError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 STEPS = 3

@@ -15,7 +15,7 @@ import transformers
 from tests.support.async_script import BYTES, differing, losses
 from tests.support.kill_save import Runs
 from tests.support.launch import torchrun
-from ullage.errors import InputError, TrainingError
+from ullage.core.errors import InputError, TrainingError
 from ullage.training import RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.saving.background import HostMemory, Snapshot
 from ullage.training.saving.damage import examine

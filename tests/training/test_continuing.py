@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import real_zero
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 from ullage.training.deepspeed.content import shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_weights
 from ullage.training.saving.continuing import ZeroConfig, conversion_for

@@ -12,7 +12,7 @@ from torch.utils.file_baton import FileBaton
 from tests.support import processes
 from tests.support.locks import remove_abandoned_locks
 from ullage.cli.train.process import REFUSALS, one_line_of
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
 
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}

@@ -17,7 +17,7 @@ from tests.support import fsdp_script
 from tests.support.fsdp_script import ENVIRON, FSDP, STEPS, run
 from tests.support.launch import torchrun
 from ullage import InputError
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 from ullage.training import TrainingArguments
 from ullage.training.saving.checkpoints import require_checkpoint
 from ullage.training.saving.resuming import state_notes

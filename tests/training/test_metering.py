@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.test_trainer import language_model
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
 from ullage.planning import plan
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.step import metering

@@ -17,7 +17,7 @@ from tests.support.ranges_worker import load_everywhere, try_damaged, write_sour
 from tests.support.real_zero import Recipe
 from tests.support.zero_worker import Job, launch
 from ullage.checkpoint.manifest import blocks_of, files_in, sums, write_manifest
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.training.deepspeed import load_checkpoint
 
 pytestmark = pytest.mark.distributed

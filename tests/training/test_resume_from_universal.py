@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 from ullage.training.deepspeed import checkpoints_loaded_by, load_universal
 from ullage.training.deepspeed.content import prefers_universal, universal_at
 

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support.launch import environment, full_disk
-from ullage.errors import CheckpointError, TrainingError
+from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training import Trainer as OurTrainer
 from ullage.training.saving.checkpoints import WholeCheckpointMixin, checkpoints_in, require_checkpoint
 from ullage.training.saving.damage import examine

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import ullage
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import (
     RecurrentConfig,
     RecurrentEncoderDecoder,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ullage.checkpoint.manifest import damage_in, read_manifests
-from ullage.errors import CheckpointError, TrainingError
+from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training.saving.staging import old_of, recover, staging_of, write_into, write_whole
 
 

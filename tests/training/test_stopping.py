@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 from tests.support.story import Samples
 from ullage.cli.train.process import path_of_environment
 from ullage.cli.train.verb import _command
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, StopOnSignal, Trainer
 from ullage.training.saving.checkpoints import checkpoints_in

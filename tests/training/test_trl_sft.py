@@ -279,7 +279,7 @@ def test_without_trl_the_error_says_what_to_install():
 import sys
 sys.modules["trl"] = None
 import ullage.training
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 try:
     from ullage.training.trl import SFTTrainer
 except InputError as error:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from ullage.extras import needed_by
+from ullage.core.extras import needed_by
 
 with needed_by("ullage.attention", ["transformers"]):
     from transformers import AttentionInterface, AttentionMaskInterface

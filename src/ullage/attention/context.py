@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ullage.attention.packed_call import PackedCall
 from ullage.attention.ulysses import Slices, exchange_heads
-from ullage.batch import RaggedBatch
-from ullage.errors import DistributedError, InputError, UllageError
-from ullage.layout import Layout, require_context_rank
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL, fill_value
+from ullage.core.errors import DistributedError, InputError, UllageError
+from ullage.core.layout import Layout, require_context_rank
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
-from ullage.schema import IGNORED_LABEL, fill_value
 
 # Each thread has its own value, and a thread of the backward pass starts with the default: that is why a row also
 # remembers which context served it (``served_by``).

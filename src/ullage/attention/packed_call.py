@@ -21,7 +21,7 @@ from ullage.attention.segments import packed_attention
 from ullage.attention.support import require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 # Deferred attention masks: described when a model asks for one, built only by a layer that needs it.
 #

@@ -11,7 +11,7 @@ one mask. In both directions a block also sees those behind it.
 
 The last block of a sequence is padded behind it. A causal query does not look there, from a query that sees both ways a
 mask hides it, and the results of padding are not used, so its gradient is exactly zero. Tokens are moved once into the
-order of the calls and once back; the order (:mod:`ullage.rows`) depends on the lengths alone and is cached for all
+order of the calls and once back; the order (:mod:`ullage.core.rows`) depends on the lengths alone and is cached for all
 layers of a forward. Source of the kernels: ``torch.nn.functional.scaled_dot_product_attention``.
 """
 
@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ullage.layout import Layout, counting
-from ullage.rows import Places, alike, arranged, end_to_end
+from ullage.core.layout import Layout, counting
+from ullage.core.rows import Places, alike, arranged, end_to_end
 
 #: Smallest number of tokens in a block of a sliding window.
 _LEAST_BLOCK = 64

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ullage.attention.calls import holders
 from ullage.attention.heads import works_by_token
 from ullage.attention.parts import lets_tokens_meet, unknown_parts
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 NAME = "ullage"
 #: The attention implementations that keep sequences apart by ``cu_seq_lens``; the only list of them.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ullage.layout import Int64, Layout
+from ullage.core.layout import Int64, Layout
 
 
 class Slices:

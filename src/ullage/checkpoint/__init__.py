@@ -17,7 +17,7 @@ from ullage.checkpoint.formats.table import read, targets
 from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.conversion.verifying import verify
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

@@ -24,8 +24,8 @@ from ullage.checkpoint.manifest import problems_of
 from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import looked_at
-from ullage.display import Paged, counted
-from ullage.layout import Int64, Pieces
+from ullage.core.display import Paged, counted
+from ullage.core.layout import Int64, Pieces
 
 
 @dataclass(frozen=True)

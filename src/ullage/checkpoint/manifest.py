@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import is_remote, opened, read_start
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 FORMAT, VERSION = "ullage-manifest", 1
 #: Bytes that one sum is of.

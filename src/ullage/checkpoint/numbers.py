@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ullage.errors import UllageError
+from ullage.core.errors import UllageError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ullage.checkpoint.inventory import Inventory, Slice, Tensor
 from ullage.checkpoint.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
 from ullage.checkpoint.remote.paths import is_remote, key_of, open_to_read, read_into, store_at
 from ullage.checkpoint.remote.store import Held
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
 CHUNK_BYTES = 2 << 20

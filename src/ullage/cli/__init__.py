@@ -52,8 +52,8 @@ def _main() -> None:
 
 
 def _run() -> None:
-    from ullage.errors import UllageError
-    from ullage.extras import needed_by
+    from ullage.core.errors import UllageError
+    from ullage.core.extras import needed_by
 
     try:
         with needed_by(" ".join(["ullage", *(verb for verb in sys.argv[1:2] if verb in VERBS)])):

@@ -64,7 +64,7 @@ def convert_checkpoint(
     is complete and synced; an interrupted conversion goes on from there.
     """
     from ullage.checkpoint import convert, read
-    from ullage.errors import UsageError
+    from ullage.core.errors import UsageError
 
     if to in ("universal", "trainer") and (dtype or weights_only):
         raise UsageError(
@@ -90,7 +90,7 @@ def storage_options(given: list[str] | None) -> dict[str, Any]:
 
     Raises ``UsageError`` for what has no ``=``.
     """
-    from ullage.errors import UsageError
+    from ullage.core.errors import UsageError
 
     found: dict[str, Any] = {}
     for text in given or ():
@@ -144,7 +144,7 @@ def _say(report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]]
 
 
 def _report_lines(report: dict[str, Any]) -> Iterator[str]:
-    from ullage.units import size
+    from ullage.core.units import size
 
     rate = f" ({size(report['bytes_per_second'])}/s)" if report["bytes_per_second"] else ""
     yield f"{report['format']}: {report['target']}"
@@ -162,7 +162,7 @@ def _report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
-    from ullage.units import size
+    from ullage.core.units import size
 
     yield f"would write {report['format']} to {report['target']}"
     yield f"{report['num_tensors']:,} tensors, {report['num_files']:,} files, {size(report['num_bytes'])}"

@@ -123,8 +123,8 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
 
 def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
     """What the checkpoint is, by name, in the order in which it is printed."""
+    from ullage.core.units import size
     from ullage.report.checkpoint import by_name
-    from ullage.units import size
 
     written_by = inventory.written_by
     stage = f" stage {written_by.stage}" if written_by.stage is not None else ""
@@ -210,8 +210,8 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from ullage.core.units import size
     from ullage.report.checkpoint import by_name
-    from ullage.units import size
 
     names = by_name(inventory)
     rows: list[list[str]] = []

@@ -42,8 +42,8 @@ def pack(
     seq_lengths (TRL does). Sequences are never cut unless --oversize says so, and every token is counted.
     """
     from ullage.cli.writing import require_not_input
+    from ullage.core.errors import InputError
     from ullage.datasets.packing import pack_file
-    from ullage.errors import InputError
 
     require_not_input(target, [str(source)])
     if target.exists() and not overwrite:

@@ -11,11 +11,11 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ullage.errors import InputError, UllageError, UsageError
+from ullage.core.errors import InputError, UllageError, UsageError
 
 if TYPE_CHECKING:
+    from ullage.core.layout import Int64
     from ullage.datasets.files import Measured
-    from ullage.layout import Int64
     from ullage.report.figures import PlannedStep, StepTotals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ullage.core.display import counted
+from ullage.core.errors import UllageError
 from ullage.datasets.files import Measured
-from ullage.display import counted
-from ullage.errors import UllageError
 from ullage.planning import Plan
 from ullage.report.figures import (
     Padded,

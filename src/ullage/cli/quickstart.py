@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ullage.errors import InputError, TrainingError
-from ullage.extras import MissingExtraError
+from ullage.core.errors import InputError, TrainingError
+from ullage.core.extras import MissingExtraError
 
 if TYPE_CHECKING:
     from ullage.report.run import Run

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
-from ullage.errors import InputError
-from ullage.replacing import replacing
+from ullage.core.errors import InputError
+from ullage.core.replacing import replacing
 
 #: What each kind of file holds within its first bytes, and is known by.
 _KNOWN_BY = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ullage.lazy import lazy_names
+from ullage.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage.datasets.chats import tokenize_chats as tokenize_chats, use_template as use_template

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError, first_line
 from ullage.datasets.text import TokenDataset, token_dataset
-from ullage.errors import InputError, first_line
-from ullage.schema import IGNORED_LABEL
 
 #: A column of whole chats; the second name is that of rows with ``from`` and ``value``.
 CHAT_COLUMNS = ("messages", "conversations")

@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from ullage.core.errors import InputError, first_line, listed
+from ullage.core.extras import needed_by
+from ullage.core.layout import Int64, as_lengths
 from ullage.datasets.lengths import read_text
 from ullage.datasets.stored import (
     is_json,
@@ -32,9 +35,6 @@ from ullage.datasets.stored import (
 )
 from ullage.datasets.tables import ENDINGS as TABLES
 from ullage.datasets.tables import files_of, read_file
-from ullage.errors import InputError, first_line, listed
-from ullage.extras import needed_by
-from ullage.layout import Int64, as_lengths
 
 ENDINGS = (".npy", *TABLES)
 #: Names of a column of lengths, in lower case.

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ullage.errors import InputError, require_int
-from ullage.layout import Int64
+from ullage.core.errors import InputError, require_int
+from ullage.core.layout import Int64
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ullage.core.display import Shown, counted
+from ullage.core.errors import InputError, listed, require_int, require_one_of
+from ullage.core.extras import needed_by
+from ullage.core.layout import Int64, Layout, ranges, starts_of
 from ullage.datasets.files import load_tokenizer
 from ullage.datasets.stored import is_list, list_lengths, require_token_ids, require_values
 from ullage.datasets.tables import column_kind, quiet, read_file, text_column
-from ullage.display import Shown, counted
-from ullage.errors import InputError, listed, require_int, require_one_of
-from ullage.extras import needed_by
-from ullage.layout import Int64, Layout, ranges, starts_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 D = TypeVar("D", "Dataset", "DatasetDict")
-#: That of ``ullage.schema``, which loads torch: packing token ids does without.
+#: That of ``ullage.core.columns``, which loads torch: packing token ids does without.
 IGNORED_LABEL = -100
 #: Tokens of the rows that are gathered at once: 16 MiB per column of int32.
 _GROUP_TOKENS = 2**22

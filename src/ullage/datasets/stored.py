@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, first_line
-from ullage.layout import Int64, Layout
+from ullage.core.errors import InputError, first_line
+from ullage.core.layout import Int64, Layout
 
 
 def stored_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> Int64 | None:

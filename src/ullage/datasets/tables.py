@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError, first_line, listed, root_cause
-from ullage.extras import needed_by
+from ullage.core.errors import InputError, first_line, listed, root_cause
+from ullage.core.extras import needed_by
 
 #: Endings of files with rows.
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")

@@ -7,7 +7,7 @@ thousands of bytes.
 Files are read by :mod:`ullage.datasets.tables`: one column of strings, or of token ids, which may have labels beside
 them.
 
-Tokens lie end to end in one flat array, with a :class:`~ullage.layout.Layout` over it. Samples are held out for
+Tokens lie end to end in one flat array, with a :class:`~ullage.core.layout.Layout` over it. Samples are held out for
 evaluation by a hash of their content, so the choice does not depend on order, and equal samples are on one side.
 """
 
@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
+from ullage.core.extras import needed_by
+from ullage.core.layout import Layout
 from ullage.datasets.tables import column_kind, read_table, text_column
-from ullage.errors import InputError
-from ullage.extras import needed_by
-from ullage.layout import Layout
-from ullage.schema import IGNORED_LABEL
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]

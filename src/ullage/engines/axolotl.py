@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
+from ullage.core.layout import Integers, as_lengths
 from ullage.engines.replacing import Replacements, replace
-from ullage.layout import Integers, as_lengths
 from ullage.planning.lists import bins
 
 

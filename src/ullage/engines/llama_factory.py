@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ullage.core.errors import InputError
 from ullage.engines.replacing import Replacements, replace
-from ullage.errors import InputError
 from ullage.planning.lists import bins
 
 #: Where the class is that packs, and its method: ``datasets`` maps it, and names what it caches after it.

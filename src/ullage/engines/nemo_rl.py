@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import enum
 
+from ullage.core.errors import InputError
 from ullage.engines.packers import BinPacker, stand_for
 from ullage.engines.replacing import Replacements, replace
-from ullage.errors import InputError
 
 MODULE = "nemo_rl.data.packing"
 #: NeMo-RL's names of algorithms, and ``BALANCED``. The first keeps arrival order; all others are the plan.

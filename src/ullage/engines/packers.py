@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ullage.errors import InputError
-from ullage.layout import Integers
+from ullage.core.errors import InputError
+from ullage.core.layout import Integers
 from ullage.planning.lists import bins
 
 

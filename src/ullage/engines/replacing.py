@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 
 class Replacements:

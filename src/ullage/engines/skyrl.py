@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import enum
 
+from ullage.core.errors import InputError
 from ullage.engines.packers import BinPacker, stand_for
 from ullage.engines.replacing import Replacements, replace
-from ullage.errors import InputError
 
 MODULE = "skyrl.train.dataset.bin_packing"
 #: Name of an algorithm -> the class of SkyRL's that its packer stands for, and what a sequence above the capacity does.

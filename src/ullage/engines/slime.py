@@ -18,11 +18,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ullage.core.errors import InputError, require_one_of
+from ullage.core.layout import as_lengths
 from ullage.engines.openrlhf import get_minimum_num_micro_batch_size as _least_parts
 from ullage.engines.replacing import Replacements, replace
 from ullage.engines.verl import get_seqlen_balanced_partitions as get_seqlen_balanced_partitions
-from ullage.errors import InputError, require_one_of
-from ullage.layout import as_lengths
 from ullage.planning.cost import Cost, TransformerCost
 from ullage.planning.lists import bins, partitions, schedule, work_of
 

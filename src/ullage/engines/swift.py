@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ullage.core.errors import require_one_of
 from ullage.engines.replacing import Replacements, replace
-from ullage.errors import require_one_of
 from ullage.planning.lists import bins
 
 Packs = list[list[tuple[Any, int]]]

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ullage.core.errors import InputError, require_int
+from ullage.core.layout import Int64, as_lengths
 from ullage.engines.replacing import Replacements, replace
-from ullage.errors import InputError, require_int
-from ullage.layout import Int64, as_lengths
 from ullage.planning.cost import LINEAR_7B
 from ullage.planning.lists import Filling, partitions
 from ullage.planning.placement import free_degrees, slots_of

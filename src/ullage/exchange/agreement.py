@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ullage.errors import DistributedError, InputError
+from ullage.core.errors import DistributedError, InputError
 from ullage.exchange.source import MAP, Stream, fingerprint, source_kind
 from ullage.ranks import Axis, Topology, agree
 from ullage.ranks.wire import gather_objects

@@ -34,11 +34,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ullage.errors import InputError, require_int, require_one_of
+from ullage.core.errors import InputError, require_int, require_one_of
+from ullage.core.layout import ORDERS
 from ullage.exchange.agreement import compare_topologies, describe, stream_of
 from ullage.exchange.source import Reader
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
-from ullage.layout import ORDERS
 from ullage.planning import plan
 from ullage.ranks import Axis, Topology, tried
 from ullage.ranks.ending import before_the_end, end_groups_at_exit

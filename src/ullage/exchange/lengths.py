@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ullage.errors import InputError
-from ullage.layout import Int64, Integers, as_lengths
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.ranks import Topology, agree, tried
 from ullage.ranks.wire import gather_int64
 

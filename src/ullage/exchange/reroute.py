@@ -31,17 +31,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
-from ullage.columns import Columns
-from ullage.errors import DistributedError, InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import Columns, Field, Schema, promoted
+from ullage.core.errors import DistributedError, InputError
+from ullage.core.layout import Layout
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.transfer import Parcel, route, unpack, write_blocks
-from ullage.layout import Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 from ullage.ranks.memory import Neighbours, Notice, neighbours
 from ullage.ranks.wire import settling
-from ullage.schema import Field, Schema, promoted
 
 #: What holds samples: a batch, several batches one after another, or samples as mappings of names to values.
 Samples = RaggedBatch | Sequence[RaggedBatch] | Sequence[Mapping[str, Any]]
@@ -64,7 +63,7 @@ def exchange(
     Args:
         plan: made from ``gathered.lengths``, the same on every rank.
         batch: this rank's own sequences, as they were when ``gathered`` was made: a :class:`RaggedBatch`, a list of
-            them, or a list of samples (see :mod:`ullage.columns`). Never written to.
+            them, or a list of samples (see :mod:`ullage.core.columns`). Never written to.
         topology: its dp axis is the one to exchange over.
         gathered: what :func:`gather_lengths` returned.
         per_sequence: for samples, the fields with one entry per sequence although they are arrays; numbers always are.

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout
 
 
 @dataclass(frozen=True, eq=False)

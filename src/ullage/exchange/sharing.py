@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import Schema, aligned
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
 from ullage.ranks import Axis, raise_failures, report, tried
 from ullage.ranks.topology import require_axis
 from ullage.ranks.wire import broadcast_bytes, broadcast_record, device_of, dumps
-from ullage.schema import Schema, aligned
 
 
 def share(

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.columns import sample_value
-from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.core.columns import sample_value
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64
 
 MAP, ITERABLE = "map", "iterable"
 _FORMAT = "ullage stream 1"

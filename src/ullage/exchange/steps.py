@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.batch import RaggedBatch
-from ullage.columns import Columns
-from ullage.errors import DistributedError
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import Columns
+from ullage.core.errors import DistributedError
+from ullage.core.layout import Int64
 from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.reroute import exchange_columns
 from ullage.exchange.sharding import Shard, shard
 from ullage.exchange.sharing import share_or_fail
 from ullage.exchange.source import ITERABLE, Reader, Stream, deal
-from ullage.layout import Int64
 from ullage.planning.plans import Plan, sum_of_squares
 from ullage.ranks import Axis, Topology, agree, raise_failures, report, tried
 from ullage.ranks.wire import broadcast_record, dumps, gather_int64, gather_records, settle
@@ -68,7 +68,7 @@ class Options:
     Attributes:
         global_batch_size: sequences per step over all readers.
         make_plan: from the gathered lengths to a plan; must give equal plans on all ranks.
-        per_sequence, fields: of samples, as :meth:`ullage.columns.Columns.read` takes them.
+        per_sequence, fields: of samples, as :meth:`ullage.core.columns.Columns.read` takes them.
         stage_fields: from pipeline stage and number of stages to the fields that the stage gets; ``None`` for all.
         cp_order: how slices are cut, see :meth:`ullage.Layout.cut`; ``None`` cuts none.
     """

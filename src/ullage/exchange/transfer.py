@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.columns import Columns
+from ullage.core.columns import Columns, Schema, aligned
+from ullage.core.layout import Int64, counting
 from ullage.exchange.lengths import Lengths
-from ullage.layout import Int64, counting
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis
 from ullage.ranks.memory import Neighbours, Notice
 from ullage.ranks.wire import all_to_all_bytes, block_order, scratch
-from ullage.schema import Schema, aligned
 
 
 @dataclass(frozen=True, eq=False)

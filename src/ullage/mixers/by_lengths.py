@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import loss_author, loss_divides_by_count, package_of, works_by_sequence
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout
-from ullage.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar
-from ullage.schema import IGNORED_LABEL, is_target
+from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout
+from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar
 
 #: The keywords of the targets of an encoder-decoder.
 TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)

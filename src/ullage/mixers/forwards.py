@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
+from ullage.core.rows import LENGTH_NAMES, Calls, read_row, usual_positions
 from ullage.mixers.by_lengths import (
     TARGET_LENGTH_NAMES,
     PackedRow,
@@ -31,7 +32,6 @@ from ullage.mixers.by_lengths import (
     require_cuttable,
 )
 from ullage.mixers.ways import Way
-from ullage.rows import LENGTH_NAMES, Calls, read_row, usual_positions
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(

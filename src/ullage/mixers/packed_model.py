@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ullage.attention.support import mixing_problem, remember_packable
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.mixers.forwards import BiasedForward, CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import trial_of

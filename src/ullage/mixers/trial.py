@@ -19,11 +19,11 @@ from ullage.attention.heads import (
     spans_sequences,
     works_by_sequence,
 )
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
 from ullage.mixers.at_rest import Leaf, embedded_inputs
-from ullage.schema import IGNORED_LABEL, is_target
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
 _BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")

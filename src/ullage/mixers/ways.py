@@ -34,8 +34,8 @@ from ullage.attention.support import (
     mixing_problem,
     names_lengths,
 )
-from ullage.errors import InputError
-from ullage.replacing import replaced
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
 

@@ -9,7 +9,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ Importing this package registers them with the Auto classes, so that ``AutoModel
 
 from __future__ import annotations
 
-from ullage.extras import needed_by
+from ullage.core.extras import needed_by
 
 with needed_by("ullage.models", ["transformers"]):
     from transformers import (

@@ -14,7 +14,7 @@ from collections.abc import Set
 
 from torch import nn
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models.cells import Cell
 
 

@@ -15,13 +15,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ullage.errors import InputError
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.generation import RecurrentGenerationMixin
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import RaggedInputs, Rows, Sequences, takes_ragged_inputs
 from ullage.models.state import RecurrentState
-from ullage.schema import IGNORED_LABEL
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ullage.errors import require_one_of
+from ullage.core.errors import require_one_of
 from ullage.models.schedule import RunOrder, Schedule
 
 #: One tensor [n, hidden] for each name in ``state_names``.

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
 from ullage.models.sequences import RaggedInputs, Rows, Sequences, takes_ragged_inputs

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from ullage.errors import InputError, require_one_of
+from ullage.core.errors import InputError, require_one_of
 from ullage.models.cells import cell_class
 
 #: Kinds of pooling in front of a classifier.

@@ -2,7 +2,7 @@
 
 Targets and sources of a batch have unequal lengths, so the pairs of a decoder step and a source token are rectangles
 of unequal sizes. Rectangles of about one size are run as one block, padded to the largest in it. Tokens are gathered
-into their places in the blocks and back (:mod:`ullage.rows`); the padding of a block is masked, so it never matters.
+into their places in the blocks and back (:mod:`ullage.core.rows`); the padding of a block is masked and never matters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout
-from ullage.rows import Calls
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout
+from ullage.core.rows import Calls
 
 #: Padded pairs that a block may have, as a share of its real pairs (a pair is a decoder step and a source token),
 WASTE = 0.25

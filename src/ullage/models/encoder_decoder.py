@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError, require_one_of
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError, require_one_of
 from ullage.models.causal_lm import next_token_loss
 from ullage.models.cells import Cell
 from ullage.models.configuration import RecurrentConfig
@@ -27,7 +28,6 @@ from ullage.models.generation import RecurrentGenerationMixin, begins_with
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, require_tokens
 from ullage.models.sequences import Lengths, RaggedInputs, Rows, Sequences, takes_ragged_inputs
 from ullage.models.state import LayerState, RecurrentState
-from ullage.schema import IGNORED_LABEL
 
 # Targets of an encoder-decoder: the ids that the decoder reads and the labels that it predicts, as flat tokens.
 #

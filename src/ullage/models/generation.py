@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
+from ullage.core.rows import LENGTH_NAMES
 from ullage.models.cells import cell_class
 from ullage.models.sequences import Sequences
 from ullage.models.state import RecurrentState
-from ullage.rows import LENGTH_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.schedule import Schedule

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.layout import Int64, Layout, starts_of
-from ullage.rows import Places, cheapest_cuts, permute
+from ullage.core.layout import Int64, Layout, starts_of
+from ullage.core.rows import Places, cheapest_cuts, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
 

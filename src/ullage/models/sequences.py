@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout
+from ullage.core.rows import beginnings, host_integers, read_row
 from ullage.models.schedule import RunOrder, Schedule
-from ullage.rows import beginnings, host_integers, read_row
 
 Lengths = Tensor | Sequence[int]
 #: Rows [N, L, ...], or the sequences of a ``PackedSequence``.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ullage.errors import require_int
-from ullage.layout import Int64, Integers, as_lengths
+from ullage.core.errors import require_int
+from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning.bounds import bin_bound
 from ullage.planning.placement import NO_LIMIT
 from ullage.planning.request import refuse_oversize

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.placement import Placement, free_degrees, slots_of
 from ullage.planning.solver.compiled import kernel, run
 from ullage.planning.solver.context import TOLERANCES, allowed_share, longest_path, needed_levels

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64
 
 Cost = Callable[[Int64], Any]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, listed, require_int, require_one_of
-from ullage.layout import Int64, Integers, as_lengths
+from ullage.core.errors import InputError, listed, require_int, require_one_of
+from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning.bins import pack_lengths
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
 from ullage.planning.planner import plan

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout, ranges
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout, ranges
 
 #: ``max_sequences`` without a limit: a number that no microbatch reaches.
 NO_LIMIT = (1 << 31) - 1

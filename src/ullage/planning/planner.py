@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, UllageError, require_int, require_one_of
-from ullage.layout import Int64, Integers, as_lengths
+from ullage.core.errors import InputError, UllageError, require_int, require_one_of
+from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
 from ullage.planning.placement import NO_LIMIT, free_degrees, slot_multiple, slots_of

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ullage.display import Paged, Shown, counted, page_of, write_page
-from ullage.errors import InputError, listed, require_int
-from ullage.layout import Int64, as_lengths
+from ullage.core.display import Paged, Shown, counted, page_of, write_page
+from ullage.core.errors import InputError, listed, require_int
+from ullage.core.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
 from ullage.planning.placement import ARRAYS, Placement, slots_of
 

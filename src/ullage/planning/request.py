@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ullage.errors import InputError, listed, require_int
-from ullage.layout import Int64, as_lengths
+from ullage.core.errors import InputError, listed, require_int
+from ullage.core.layout import Int64, as_lengths
 from ullage.planning.placement import free_degrees
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from ullage.errors import InputError, require_one_of
+from ullage.core.errors import InputError, require_one_of
 from ullage.planning.bounds import microbatches_for
 from ullage.planning.solver.balancing import balance, balance_totals
 from ullage.planning.solver.compiled import run

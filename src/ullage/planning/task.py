@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.bounds import bin_bound, microbatches_for
 
 

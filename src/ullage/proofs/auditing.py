@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
-from ullage.display import Shown, counted
-from ullage.errors import InputError
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.display import Shown, counted
+from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.packed_model import way_of
@@ -32,7 +33,6 @@ from ullage.mixers.proof import is_routed, largest, limits_of, prove
 from ullage.mixers.trial import Trial, moved, row_of, trial_of
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
-from ullage.schema import IGNORED_LABEL
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from ullage.errors import InputError, require_one_of
+from ullage.core.errors import InputError, require_one_of
 
 # Sizes of the tiny models: rules by the name of a configuration entry, and the entries of single model types.
 #

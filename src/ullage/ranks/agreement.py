@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ullage.errors import DistributedError, UllageError, listed
+from ullage.core.errors import DistributedError, UllageError, listed
 from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import Axis, Topology
 from ullage.ranks.wire import dumps, gather_records, settling

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ullage.errors import DistributedError
+from ullage.core.errors import DistributedError
 
 
 class PeerLost(DistributedError):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ullage.errors import InputError, require_one_of
+from ullage.core.errors import InputError, require_one_of
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.groups import make_group
 

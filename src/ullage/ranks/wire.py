@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.errors import UllageError
-from ullage.layout import Int64
+from ullage.core.errors import UllageError
+from ullage.core.layout import Int64
 from ullage.ranks.groups import PeerLost
 from ullage.ranks.topology import Axis
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ullage.errors import DistributedError, listed
+from ullage.core.errors import DistributedError, listed
+from ullage.core.replacing import replaced
 from ullage.ranks import Axis, together
 from ullage.ranks.wire import gather_objects
-from ullage.replacing import replaced
 
 #: Of a thread with a group of its own: ``axis``.
 _here = threading.local()

@@ -15,9 +15,9 @@ import numpy as np
 
 from ullage.checkpoint.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.problem import Problem
-from ullage.display import counted
+from ullage.core.display import counted
+from ullage.core.units import size
 from ullage.report.page import NUM_COLOURS, Box, Row, render
-from ullage.units import size
 
 #: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.
 _HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 20

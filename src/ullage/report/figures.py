@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ullage.display import counted
-from ullage.layout import Int64
+from ullage.core.display import counted
+from ullage.core.layout import Int64
 from ullage.planning import Plan, Statistics
 from ullage.planning import plan as make_plan
 from ullage.planning.placement import free_degrees, slots_of

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ullage.core.units import size
 from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.figures import figures, reference_name
 from ullage.report.page import NUM_COLOURS, Box, Row, percent, render
 from ullage.report.plan import memory_drawing, plan_page
-from ullage.units import size
 
 if TYPE_CHECKING:
-    from ullage.batch import RaggedBatch
     from ullage.checkpoint.inventory import Inventory
-    from ullage.layout import Layout
+    from ullage.core.batch import RaggedBatch
+    from ullage.core.layout import Layout
     from ullage.planning import Plan
 
 #: Ranks of a plan, items of a layout, rows of a table and groups of a checkpoint that are drawn.

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ullage.display import counted
-from ullage.errors import listed
-from ullage.layout import Int64
+from ullage.core.display import counted
+from ullage.core.errors import listed
+from ullage.core.layout import Int64
 from ullage.planning import Plan
 from ullage.report.curves import round_numbers, tick_texts
 from ullage.report.figures import described, figures, lost_sequences, reference_name

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
+from ullage.core.units import duration, rate
 from ullage.report.page import percent
 from ullage.training.run.log_file import LOG, PLAN, Event, read_log
-from ullage.units import duration, rate
 
 if TYPE_CHECKING:
     from ullage.planning import Plan

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ullage.display import counted, write_page
-from ullage.errors import UllageError
+from ullage.core.display import counted, write_page
+from ullage.core.errors import UllageError
+from ullage.core.units import prefix_of, rate, size
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
 from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
-from ullage.units import prefix_of, rate, size
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ullage.lazy import lazy_names
+from ullage.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage.training.setup.arguments import (

@@ -35,10 +35,10 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.errors import TrainingError
+from ullage.core.errors import TrainingError
+from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.replacing import replaced
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluation.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
 from ullage.training.mixin import RaggedTrainerMixin
 from ullage.training.saving.checkpoints import WholeCheckpointMixin
 

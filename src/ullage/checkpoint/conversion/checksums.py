@@ -23,8 +23,8 @@ from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources
-from ullage.errors import CheckpointError, listed
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError, listed
+from ullage.core.layout import Int64
 
 
 def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import Bytes, cast
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 _T = TypeVar("_T")
 

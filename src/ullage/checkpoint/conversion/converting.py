@@ -28,8 +28,8 @@ from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
 from ullage.checkpoint.remote.paths import is_remote, path_of
-from ullage.display import Shown, counted
-from ullage.errors import CheckpointError
+from ullage.core.display import Shown, counted
+from ullage.core.errors import CheckpointError
 
 
 @dataclass(repr=False)

@@ -26,7 +26,7 @@ from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 def _source_order(targets: list[Target], unit: Unit) -> tuple[int, int]:

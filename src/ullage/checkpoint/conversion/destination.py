@@ -12,8 +12,8 @@ from ullage.checkpoint.conversion.journal import FOLDER, require_writing
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.remote.paths import is_remote
-from ullage.errors import InputError
-from ullage.replacing import replacing
+from ullage.core.errors import InputError
+from ullage.core.replacing import replacing
 
 #: Bytes of the longest path of a file.
 _LONGEST_PATH = 4095

@@ -19,7 +19,7 @@ from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import Bytes, as_floats
-from ullage.display import Shown, counted
+from ullage.core.display import Shown, counted
 
 #: The state under which the weights of all formats are compared.
 _WEIGHT = "weight"

@@ -26,7 +26,7 @@ from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.reading import row_elements
 from ullage.checkpoint.remote.paths import version_of
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 #: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.
 _SYNC_EVERY_BYTES = 8 << 30

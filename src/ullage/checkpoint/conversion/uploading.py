@@ -37,7 +37,7 @@ from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.reading import Unreadable
 from ullage.checkpoint.remote.paths import is_remote, key_of, store_at
 from ullage.checkpoint.remote.store import PARALLEL, Store
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 #: A batch is closed once it holds so many bytes or files.
 BATCH_BYTES, BATCH_FILES = 512 << 20, 2000

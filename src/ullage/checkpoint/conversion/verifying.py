@@ -45,7 +45,7 @@ from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import hold_descriptions, let_go
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 def verify(

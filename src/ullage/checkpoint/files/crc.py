@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 
 UInt32 = npt.NDArray[np.uint32]
 #: The polynomial of zip, gzip and PNG, bits reflected, without x^32.

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from ullage.checkpoint.files.unpickling import MAX_BYTES, Inert, TensorRef
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -12,7 +12,7 @@ from typing import Any
 from ullage.checkpoint.files.unpickling import TYPES, Inert, Named, Size, TensorRef
 from ullage.checkpoint.inventory import Tensor
 from ullage.checkpoint.numbers import ITEM_BYTES, STORAGE_OF
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from ullage.checkpoint.files.unpickling import Refused, TensorRef, Unpickler
 from ullage.checkpoint.numbers import ITEM_BYTES, NUMBER_CODES
 from ullage.checkpoint.remote.paths import OpenFile, opened
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Records beside the storages that a loader reads.
 _DESCRIBING = ("data.pkl", "byteorder", "version", ".format_version", ".storage_alignment")

@@ -49,8 +49,8 @@ from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.states import Details
-from ullage.errors import CheckpointError
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError
+from ullage.core.layout import Int64
 
 #: A file is closed once it has this many bytes; a larger tensor still lies in one file.
 MAX_FILE_BYTES = 4 << 30

@@ -28,7 +28,7 @@ from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import flattened
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Details, kept_by_group
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 #: Entries of a group that list its parameters.
 LISTING = ("params", "param_names")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.remote.paths import is_remote, path_of, read_start
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
 _LONGEST_TAG = 4096

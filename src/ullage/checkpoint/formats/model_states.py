@@ -17,7 +17,7 @@ from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entr
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.states import Details
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: The version whose files are written.
 DEEPSPEED = "0.19.8"

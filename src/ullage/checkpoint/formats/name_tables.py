@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.files.unpickling import Inert
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 Rule = Literal["same", "vocabulary", "grouped", "halves"]
 #: Rows ``[begin, end)`` of Megatron-Core's tensor.

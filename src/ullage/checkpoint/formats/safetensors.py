@@ -38,7 +38,7 @@ from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.folder import collected
 from ullage.checkpoint.zero.states import Details, kept_by_group
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Bytes of tensors in one file at most, unless one tensor is larger.
 MAX_FILE_BYTES = 5 << 30

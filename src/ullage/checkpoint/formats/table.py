@@ -24,7 +24,7 @@ from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_target
 from ullage.checkpoint.inventory import Inventory
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import let_go, looked_at, path_of, reached
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {
     "zero": read_zero,

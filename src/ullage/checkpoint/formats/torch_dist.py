@@ -38,7 +38,7 @@ from ullage.checkpoint.formats.name_tables import (
 from ullage.checkpoint.formats.safetensors import companions
 from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.zero.states import Details
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: The content of ``metadata.json``.
 BACKEND = {

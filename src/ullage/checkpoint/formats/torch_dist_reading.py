@@ -27,7 +27,7 @@ from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import collected
 from ullage.checkpoint.zero.states import Details
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Optimizer state of a parameter, of any of Megatron-Core's optimizers.
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")

@@ -34,7 +34,7 @@ from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_number
 from ullage.checkpoint.inventory import File, Inventory
 from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import record_table
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
 _COPIED = (TRAINER_STATE, "adapter_config.json")

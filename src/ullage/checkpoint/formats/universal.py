@@ -40,8 +40,8 @@ from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_whole
-from ullage.errors import CheckpointError
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError
+from ullage.core.layout import Int64
 
 #: Entries of an optimizer file that hold one rank's shard or describe it; they mean nothing on other ranks.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")

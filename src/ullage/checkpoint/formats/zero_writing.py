@@ -34,8 +34,8 @@ from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.partitions import rows_by_rank, stage3_group, stage12_group
 from ullage.checkpoint.zero.shards import zero_config
 from ullage.checkpoint.zero.states import Details
-from ullage.display import counted
-from ullage.errors import CheckpointError, InputError, require_int
+from ullage.core.display import counted
+from ullage.core.errors import CheckpointError, InputError, require_int
 
 #: Elements of a sub-group at stage 3, unless the source's configuration says otherwise: DeepSpeed's default.
 _SUB_GROUP_SIZE = 10**9

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ullage.checkpoint.remote.store import Held, Store, store_of
-from ullage.errors import CheckpointError, InputError
-from ullage.extras import needed_by
+from ullage.core.errors import CheckpointError, InputError
+from ullage.core.extras import needed_by
 
 #: Bytes at the two ends of an archive that hold its description as a rule.
 _HEAD_BYTES, _TAIL_BYTES = 8 << 10, 16 << 10

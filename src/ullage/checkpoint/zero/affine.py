@@ -22,8 +22,8 @@ import numpy as np
 
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
-from ullage.errors import CheckpointError
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError
+from ullage.core.layout import Int64
 
 _ENTRY = "affine_map of universal_checkpoint_info"
 #: The encoding of maps that is understood.

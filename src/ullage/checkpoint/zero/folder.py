@@ -17,8 +17,8 @@ from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
-from ullage.errors import CheckpointError, listed
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError, listed
+from ullage.core.layout import Int64
 
 
 @dataclass

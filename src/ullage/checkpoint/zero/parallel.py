@@ -25,7 +25,7 @@ from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
 from ullage.checkpoint.zero.folder import Folder
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 _MAX_VERSION = 0.5
 #: Sub-parameters of one parameter: a larger number is damage, and would be allocated.

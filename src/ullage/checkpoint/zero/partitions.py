@@ -14,7 +14,7 @@ from ullage.checkpoint.inventory import Fragments, Group
 from ullage.checkpoint.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
-from ullage.layout import Int64, Layout, Pieces
+from ullage.core.layout import Int64, Layout, Pieces
 
 
 def stage12_group(

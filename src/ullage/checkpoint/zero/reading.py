@@ -8,7 +8,7 @@ several hundred, is what no piece covers. ``group_paddings`` is recorded and nev
 compared and, where it disagrees because of ``round_robin_gradients``, reported and not followed.
 
 Stage 3 cuts each parameter by itself into W parts of ceil(numel / W) elements, and lays the parts of one rank end to
-end, sub-group by sub-group. Again a :class:`~ullage.layout.Layout`, one per parameter.
+end, sub-group by sub-group. Again a :class:`~ullage.core.layout.Layout`, one per parameter.
 
 Source: ``stage_1_and_2.py``, ``stage3.py`` and ``bf16_optimizer.py`` of DeepSpeed 0.19; files of before 0.16.4, which
 book all padding on the last rank, read the same, because the booking is not used.
@@ -40,7 +40,7 @@ from ullage.checkpoint.zero.parallel import Joining, Patterns, Stages, parallel_
 from ullage.checkpoint.zero.partitions import fragments_of, stage3_group, stage12_group, undealt
 from ullage.checkpoint.zero.shards import ShardFile
 from ullage.checkpoint.zero.states import MOMENTUM, WRAPPER, Details, Momentum, Uncut, compare_uncut, taken_momentum
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 
 def read_shards(folder: Folder) -> Inventory:

@@ -37,7 +37,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number,
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.inventory import File
 from ullage.checkpoint.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 
 #: Group 1: number of the layer.
 LAYER = re.compile(r"layer_(\d+)-model_(?P<mp>\d+)-model_states\.pt")

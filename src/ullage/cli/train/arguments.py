@@ -29,7 +29,7 @@ from ullage.cli.train.settings import (
     RunArguments,
     TrainCommand,
 )
-from ullage.errors import InputError, UsageError
+from ullage.core.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.

@@ -15,6 +15,7 @@ from typing import Any
 from ullage.cli.train.model import locate, told
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
+from ullage.core.errors import InputError
 from ullage.datasets.chats import (
     CHAT_COLUMNS,
     COMPLETION,
@@ -28,7 +29,6 @@ from ullage.datasets.chats import (
 )
 from ullage.datasets.tables import ENDINGS, read_table
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
-from ullage.errors import InputError
 
 DOCSTRINGS = "the docstrings of the standard library"
 #: Columns that could be trained on too, where several are there.

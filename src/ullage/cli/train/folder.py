@@ -20,9 +20,9 @@ from typing import Any
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
-from ullage.errors import CheckpointError, InputError, UllageError, UsageError, listed
+from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError, listed
+from ullage.core.replacing import replacing
 from ullage.ranks.world import agreement, is_first_of_machine
-from ullage.replacing import replacing
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
     checkpoints_in,

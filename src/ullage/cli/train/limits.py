@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ullage.attention.support import attends_both_ways, first_position
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 if TYPE_CHECKING:
     from ullage.cli.train.settings import TrainCommand

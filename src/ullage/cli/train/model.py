@@ -25,8 +25,8 @@ from ullage.cli.train.folder import read_record
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
+from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.datasets.text import byte_tokenizer
-from ullage.errors import CheckpointError, InputError, listed
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
 from ullage.ranks.world import agreement, gather, rank_here, several_ranks

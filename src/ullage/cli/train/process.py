@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError, UllageError, UsageError, first_line
+from ullage.core.errors import InputError, UllageError, UsageError, first_line
 
 
 def make_ready(argv: list[str]) -> None:

@@ -23,13 +23,13 @@ from ullage.cli.train.folder import outlook
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
+from ullage.core.errors import InputError
+from ullage.core.units import duration, memory_size
 from ullage.datasets.text import TokenDataset
-from ullage.errors import InputError
 from ullage.planning import Plan
 from ullage.ranks.world import gather
 from ullage.training.setup.device_memory import DeviceMemory
 from ullage.training.step.metering import TokenMeter, num_parameters
-from ullage.units import duration, memory_size
 
 #: Steps that are trained, at most.
 _STEPS = 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.training import TrainingArguments
 
 

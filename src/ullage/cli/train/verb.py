@@ -18,7 +18,7 @@ import typer
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
-from ullage.errors import InputError, TrainingError, UllageError, first_line
+from ullage.core.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples

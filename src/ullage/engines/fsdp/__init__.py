@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ullage.lazy import lazy_names
+from ullage.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage.engines.fsdp.checkpoint import load as load, save as save, save_pretrained as save_pretrained

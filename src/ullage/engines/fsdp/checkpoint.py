@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ullage.checkpoint.formats.dcp import LAYOUT
+from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.optimizer import (
     DistributedOptimizer,
@@ -37,7 +38,6 @@ from ullage.engines.fsdp.optimizer import (
 )
 from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
-from ullage.errors import CheckpointError, InputError, listed
 from ullage.ranks import Axis, together
 from ullage.ranks.world import is_first_of_machine, rank_here, require_same_folder
 from ullage.training.saving.checkpoints import require_same_model

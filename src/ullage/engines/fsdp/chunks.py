@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ullage.errors import CheckpointError, listed
+from ullage.core.errors import CheckpointError, listed
 
 
 def read(state: dict[str, Any], folder: Path) -> None:

@@ -17,11 +17,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import ullage.attention as packed_attention
 from ullage.attention.heads import loss_name, works_by_sequence
+from ullage.core.errors import InputError
 from ullage.engines.fsdp import tensor_parallel
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.trained import TrainedParallel
 from ullage.engines.fsdp.weights import Source
-from ullage.errors import InputError
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
 from ullage.training.setup.sharding import ATTRIBUTE, sharding_of

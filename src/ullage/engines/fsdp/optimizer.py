@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ullage.checkpoint.formats.torch_optimizer import decaying_first
+from ullage.core.errors import CheckpointError, InputError, first_line
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.weights import tied_names
-from ullage.errors import CheckpointError, InputError, first_line
 from ullage.training.setup.fsdp import reshard
 
 #: An optimizer's state by parameter and key.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ullage.errors import DistributedError, InputError
+from ullage.core.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _SPLITS_HEADS = "colwise"

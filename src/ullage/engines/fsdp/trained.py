@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import ullage.attention as packed_attention
-from ullage.batch import RaggedBatch
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
 from ullage.engines.fsdp.checkpoint import load, save, whole_weights
 from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel
-from ullage.errors import InputError
 from ullage.ranks import Axis
 from ullage.training.setup.arguments import AUTO
 

@@ -20,8 +20,8 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.engines.fsdp import chunks
-from ullage.errors import CheckpointError, InputError, listed
 from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis
 from ullage.ranks.wire import gather_objects

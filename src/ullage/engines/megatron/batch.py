@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import DistributedError, InputError
+from ullage.core.layout import ORDERS, Layout
 from ullage.engines.megatron.dynamic import group_of
 from ullage.engines.megatron.params import RowFacts, core_takes_groups, packed_seq_params
 from ullage.engines.megatron.samples import FIELDS
 from ullage.engines.megatron.settings import order_of, tail_of
 from ullage.engines.megatron.wrapping import Microbatch, home_device, padding_mask
-from ullage.errors import DistributedError, InputError
 from ullage.exchange.sharding import shard, shard_index
 from ullage.exchange.sharing import share_or_fail
-from ullage.layout import ORDERS, Layout
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 from ullage.ranks.wire import settling
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.ranks import Axis
 from ullage.ranks.groups import make_group
 from ullage.ranks.wire import gather_objects

@@ -13,7 +13,7 @@ import logging
 import re
 from typing import Any
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ullage.layout import Int64, Layout
+from ullage.core.layout import Int64, Layout
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

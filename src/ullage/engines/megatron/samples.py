@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ullage.columns import sample_value
-from ullage.errors import InputError
+from ullage.core.columns import sample_value
+from ullage.core.errors import InputError
 
 #: Required fields of a sample, one entry per token, and their dtypes.
 FIELDS = {

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.core.errors import InputError, require_int, require_one_of
+from ullage.core.layout import ORDERS, Int64, Layout
 from ullage.engines.megatron.fields import check_fields
 from ullage.engines.megatron.params import core_takes_groups
-from ullage.errors import InputError, require_int, require_one_of
-from ullage.layout import ORDERS, Int64, Layout
 from ullage.planning import TransformerCost, plan
 from ullage.planning.plans import Plan
 from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names

@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ullage.core.errors import InputError
 from ullage.engines.megatron import batch as batches
 from ullage.engines.megatron import wrapping
 from ullage.engines.megatron.settings import flops_of_lengths
 from ullage.engines.megatron.wrapping import WrappedStep
 from ullage.engines.replacing import Replacements
-from ullage.errors import InputError
 from ullage.ranks import Axis, Topology, gather_agreed, tried
 
 _SPEC_HINT = "build it with a Transformer Engine spec"

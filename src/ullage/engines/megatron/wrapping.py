@@ -26,17 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError, require_one_of
+from ullage.core.layout import Int64, Layout
 from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.params import core_takes_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_rows
 from ullage.engines.megatron.settings import Settings, Tail, is_dynamic, tail_of
-from ullage.errors import InputError, require_one_of
 from ullage.exchange.agreement import compare_topologies
 from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker
-from ullage.layout import Int64, Layout
 from ullage.planning.plans import Plan
 from ullage.ranks import Topology, tried
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.critical import deal_bins, least_path, path_of
 from ullage.planning.solver.improving import GOOD, divide, improve, link

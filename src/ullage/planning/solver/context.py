@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.solver.balancing import balance
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.improving import improve

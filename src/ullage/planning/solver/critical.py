@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.items import falling_order
 

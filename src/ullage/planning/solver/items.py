@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
 
 Words = npt.NDArray[np.uint64]

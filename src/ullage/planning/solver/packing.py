@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ullage.layout import Int64
+from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.items import Bitset, Room, add, contains, empty_set, next_member, previous_member, remove
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.schema import POSITION_NAMES, behind_padding
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import POSITION_NAMES, behind_padding
+from ullage.core.errors import InputError
 
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.

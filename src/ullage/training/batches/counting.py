@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.schema import IGNORED_LABEL, POSITION_NAMES
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL, POSITION_NAMES
+from ullage.core.errors import InputError
 from ullage.training.batches.targets import num_tokens_each
 
 

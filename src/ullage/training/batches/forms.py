@@ -24,12 +24,12 @@ from transformers.utils import logging
 import ullage.attention as packed_attention
 from ullage.attention.heads import loss_shifts, package_of, spans_sequences
 from ullage.attention.support import PADDING_FREE
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
+from ullage.core.rows import read_row
 from ullage.mixers.wrappers import bare, has_learned_prompt
-from ullage.rows import read_row
-from ullage.schema import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 
 logger = logging.get_logger(__name__)
 

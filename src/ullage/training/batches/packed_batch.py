@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
 from ullage.planning import Plan
 from ullage.training.batches import forms, targets
 

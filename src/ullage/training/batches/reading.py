@@ -20,14 +20,14 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_shifts, package_of
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Layout
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
+from ullage.core.movement import to_device
+from ullage.core.rows import beginnings, read_row
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
-from ullage.movement import to_device
-from ullage.rows import beginnings, read_row
-from ullage.schema import IGNORED_LABEL, is_target
 from ullage.training.batches import counting, forms
 from ullage.training.batches.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
 from ullage.training.batches.packed_batch import refuse_as_one

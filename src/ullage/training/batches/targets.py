@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout, ranges
-from ullage.schema import fill_value, holding_ignored, is_target
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import fill_value, holding_ignored, is_target
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout, ranges
 
 #: The field of a joined batch with the tokens of each target.
 TARGET_LENGTH = "ullage_target_length"

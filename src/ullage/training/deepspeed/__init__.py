@@ -40,7 +40,7 @@ from typing import Any
 
 from ullage.ranks import Axis, together
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.replacing import replaced
+from ullage.core.replacing import replaced
 from ullage.training.deepspeed.content import prefers_universal, universal_at
 from ullage.training.deepspeed.engine import require_engine
 from ullage.training.deepspeed.loading import load_ranges

@@ -24,8 +24,8 @@ import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
 from ullage.checkpoint.manifest import around, damage_in
-from ullage.errors import CheckpointError, UllageError
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError, UllageError
+from ullage.core.layout import Int64
 from ullage.ranks import Axis
 from ullage.ranks.wire import broadcast_record
 from ullage.training.deepspeed.engine import EngineTensors, HeldTensor, MasterWeights

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 #: Optimizers of DeepSpeed's that keep their masters elsewhere, by the names of their classes.
 _ELSEWHERE = ("MiCS_Optimizer", "SuperOffloadOptimizer_Stage3", "ZenFlowZeroOptimizer", "ZenFlowZeroOptimizerStage3")

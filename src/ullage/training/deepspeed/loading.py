@@ -31,12 +31,12 @@ from ullage.checkpoint.files.crc import combine
 from ullage.checkpoint.manifest import BLOCK_BYTES
 from ullage.checkpoint.numbers import Bytes
 from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
-from ullage.errors import CheckpointError, listed
-from ullage.layout import Int64
+from ullage.core.errors import CheckpointError, listed
+from ullage.core.layout import Int64
+from ullage.core.replacing import replaced
 from ullage.ranks import Axis, together
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects
-from ullage.replacing import replaced
 from ullage.training.deepspeed.content import (
     SCALE,
     Content,

@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from ullage.attention.heads import package_of
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.ranks import Axis
 from ullage.ranks.wire import gather_objects
 from ullage.ranks.world import agreement, gather
-from ullage.replacing import replaced
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluation.predicting import (

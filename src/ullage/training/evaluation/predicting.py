@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
-from ullage.replacing import replaced
-from ullage.schema import IGNORED_LABEL
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of

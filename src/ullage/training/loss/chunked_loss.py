@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ullage.errors import InputError
-from ullage.schema import IGNORED_LABEL
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
 
 #: Scores in a chunk: 64 MiB in float32. Larger chunks were not faster on a CPU.
 _SCORES = 1 << 24

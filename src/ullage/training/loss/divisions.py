@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ullage.errors import InputError
-from ullage.schema import IGNORED_LABEL
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
 from ullage.training.batches.reading import defining_class
 
 _Value = TypeVar("_Value")

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ullage.errors import InputError
-from ullage.schema import IGNORED_LABEL
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
 from ullage.training.loss.chunked_loss import chunked_cross_entropy
 
 #: An operation on scores [n, words].

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
+from ullage.core.rows import LENGTH_NAMES
 from ullage.mixers.forwards import ModelForward
 from ullage.mixers.wrappers import bare
-from ullage.rows import LENGTH_NAMES
-from ullage.schema import IGNORED_LABEL
 from ullage.training.batches.forms import form_of
 
 #: Tokens whose log-softmax is taken at once.

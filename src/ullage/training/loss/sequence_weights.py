@@ -30,11 +30,11 @@ from ullage.attention.heads import (
     works_by_sequence,
     works_by_token,
 )
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.core.batch import RaggedBatch
+from ullage.core.columns import IGNORED_LABEL
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64
 from ullage.models import causal_lm, classification
-from ullage.schema import IGNORED_LABEL
 from ullage.training.batches.counting import SampleError
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss

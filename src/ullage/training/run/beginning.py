@@ -15,9 +15,9 @@ import transformers
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import DistributedError, InputError, listed
 from ullage.datasets.stored import stored_lengths
-from ullage.errors import DistributedError, InputError, listed
 from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
 from ullage.ranks.world import agreement, by_rank, gather

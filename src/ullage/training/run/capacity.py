@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout
+from ullage.core.units import memory_size
 from ullage.datasets.stored import stored_lengths
-from ullage.errors import InputError
-from ullage.layout import Layout
 from ullage.mixers.at_rest import modules_kept, random_states_kept
 from ullage.planning import plan
 from ullage.ranks.world import agreement, gather
@@ -37,7 +38,6 @@ from ullage.training.run.beginning import collated
 from ullage.training.setup.device_memory import DeviceMemory
 from ullage.training.step.packing import Packer
 from ullage.training.step.verifying import within_engine
-from ullage.units import memory_size
 
 logger = logging.get_logger(__name__)
 

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError
-from ullage.replacing import replacing
+from ullage.core.errors import InputError
+from ullage.core.replacing import replacing
 
 LOG, PLAN = "ullage_log.jsonl", "ullage_plan.json"
 

@@ -21,10 +21,10 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import random_states_kept
 from ullage.ranks.world import agreement, gather
-from ullage.replacing import replaced
 from ullage.training.batches.reading import BatchReader, defining_class
 from ullage.training.step.verifying import forget_trace
 

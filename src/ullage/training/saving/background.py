@@ -38,12 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ullage.checkpoint.numbers import SAFETENSORS
-from ullage.errors import InputError
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
 from ullage.ranks.groups import make_group
 from ullage.ranks.world import agreement, meeting_over, several_ranks
-from ullage.replacing import replaced
 
 _LOG = logging.getLogger(__name__)
 #: torch's dtypes by the names in safetensors' headers. Packed ones, which have no name there, are not copied.

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.manifest import manifest_name
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
+from ullage.core.replacing import replaced
 from ullage.ranks.world import agreement, is_first_of_machine
-from ullage.replacing import replaced
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
 from ullage.training.saving.staging import (

@@ -32,7 +32,7 @@ import torch
 from transformers import TrainerState
 
 from ullage.checkpoint import Inventory, read
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
 from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content

@@ -25,7 +25,7 @@ from ullage.checkpoint.manifest import (
     read_manifests,
     share_of_blocks,
 )
-from ullage.errors import CheckpointError
+from ullage.core.errors import CheckpointError
 from ullage.ranks.world import gather, rank_here
 
 #: The file, in a damaged checkpoint, that says what was found.

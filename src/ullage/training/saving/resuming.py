@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ullage.errors import CheckpointError, listed
+from ullage.core.errors import CheckpointError, listed
 from ullage.ranks.world import gather, rank_here, several_ranks
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import Finding, examine, remember

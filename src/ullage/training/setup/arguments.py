@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ullage.errors import InputError, require_one_of
-from ullage.extras import needed_by
+from ullage.core.errors import InputError, require_one_of
+from ullage.core.extras import needed_by
 from ullage.training.setup.device_memory import num_bytes
 
 with needed_by("ullage.training", ["transformers"]):

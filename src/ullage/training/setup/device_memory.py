@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 #: Share of what is free that is left alone unless ``packing_memory`` is given.
 _KEPT = 0.1

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from ullage.errors import CheckpointError, InputError
+from ullage.core.errors import CheckpointError, InputError
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
 from ullage.ranks import Topology
 
 #: Of a model: its :class:`Sharding`.

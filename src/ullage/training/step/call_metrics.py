@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ullage.core.replacing import replaced
 from ullage.ranks import Axis
 from ullage.ranks.wire import dumps, gather_records
-from ullage.replacing import replaced
 from ullage.training.loss.divisions import nearest_in
 
 #: Rules that are not a kind of weight.

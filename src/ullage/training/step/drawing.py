@@ -41,10 +41,10 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from ullage.batch import RaggedBatch
-from ullage.errors import CheckpointError, DistributedError, TrainingError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import CheckpointError, DistributedError, TrainingError
+from ullage.core.layout import Int64
 from ullage.exchange.source import deal
-from ullage.layout import Int64
 from ullage.ranks import Axis, agree
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader

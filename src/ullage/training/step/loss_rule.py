@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.mixers.packed_model import runs_whole
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader

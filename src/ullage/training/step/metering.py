@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
 from ullage.planning import Plan, RecurrentCost, TransformerCost
 from ullage.planning.plans import Statistics
 

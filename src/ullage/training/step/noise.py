@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 from ullage.models.modeling import RecurrentModel
 
 

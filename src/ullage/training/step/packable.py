@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ullage.attention import packing_problem, require_packing
 from ullage.attention.heads import is_multiple_choice
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
 from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.packed_model import forward_of, put_in

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
 from ullage.ranks import Topology
-from ullage.replacing import replaced
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.batches.reading import BatchReader

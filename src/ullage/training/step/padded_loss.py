@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64
+from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
-from ullage.replacing import replaced
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.loss.divisions import shares
 from ullage.training.step.packable import make_packable

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 #: Seconds in which several signals are one: a launcher forwards what its processes may have got as well.
 _ONE_SIGNAL = 1.0

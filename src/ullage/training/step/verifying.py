@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ullage.batch import RaggedBatch
-from ullage.display import counted
+from ullage.core.batch import RaggedBatch
+from ullage.core.display import counted
 from ullage.mixers import call_equally_often, is_packed
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove

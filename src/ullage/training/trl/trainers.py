@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ullage.extras import needed_by
+from ullage.core.extras import needed_by
 from ullage.training.batches.collators import RaggedCollator
 from ullage.training.mixin import RaggedTrainerMixin
 from ullage.training.saving.checkpoints import WholeCheckpointMixin

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.replacing import replaced
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.step.padded_loss import PaddedLoss
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ullage.batch import RaggedBatch
-from ullage.errors import InputError
-from ullage.layout import Int64, ranges
-from ullage.replacing import replaced
+from ullage.core.batch import RaggedBatch
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, ranges
+from ullage.core.replacing import replaced
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.loss.divisions import shares
 from ullage.training.step.padded_loss import PaddedLoss

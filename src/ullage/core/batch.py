@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ullage.columns import Columns
-from ullage.display import Shown, counted
-from ullage.errors import InputError
-from ullage.layout import Layout, ranges
-from ullage.rows import LENGTH_NAMES, usual_positions
-from ullage.schema import (
+from ullage.core.columns import (
     IGNORED_LABEL,
     LABEL_NAMES,
     POSITION_NAMES,
+    Columns,
     Schema,
     behind_padding,
     fill_value,
     holding_ignored,
     lay_out,
 )
+from ullage.core.display import Shown, counted
+from ullage.core.errors import InputError
+from ullage.core.layout import Layout, ranges
+from ullage.core.rows import LENGTH_NAMES, usual_positions
 
 #: Fields that the ``repr`` names before it only counts.
 _NAMED = 8
@@ -82,7 +82,7 @@ class RaggedBatch(Shown):
         ``per_sequence`` names are one value per sequence. Lists of integers become int64, lists of floats float32;
         arrays keep their dtype, and where samples differ in it, torch's promotion decides. ``pad_to_multiple_of``
         rounds each slot up. Copies each value once and does not touch the samples. Raises ``InputError`` as
-        :meth:`ullage.columns.Columns.read` does.
+        :meth:`ullage.core.columns.Columns.read` does.
         """
         if len(samples) == 0:
             raise InputError("a batch needs at least one sample", found="none")
@@ -452,4 +452,4 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> RaggedBatch:
     return batch
 
 
-pytree.register_pytree_node(RaggedBatch, _flatten, _unflatten, serialized_type_name="ullage.batch.RaggedBatch")
+pytree.register_pytree_node(RaggedBatch, _flatten, _unflatten, serialized_type_name="ullage.core.batch.RaggedBatch")

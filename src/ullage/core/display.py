@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ullage.errors import InputError
-from ullage.replacing import replacing
+from ullage.core.errors import InputError
+from ullage.core.replacing import replacing
 
 
 def counted(count: int, thing: str, things: str | None = None) -> str:

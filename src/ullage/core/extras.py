@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ullage.errors import InputError
+from ullage.core.errors import InputError
 
 
 class MissingExtraError(InputError, ModuleNotFoundError):

@@ -1,8 +1,8 @@
 """Packed rows: where the sequences of a row lie, calls of sequences of one length, and the moves there and back.
 
 A packed row is [1, T, ...]. ``cu_seq_lens_q`` bounds the slots in it, and a slot may hold padding behind its sequence.
-:func:`read_row` is the one reader of that, and gives a :class:`~ullage.layout.Layout`. :class:`Calls` puts sequences
-into tensors [n, L, ...] that one call takes, and lays the results end to end again.
+:func:`read_row` is the one reader of that, and gives a :class:`~ullage.core.layout.Layout`. :class:`Calls` puts
+sequences into tensors [n, L, ...] that one call takes, and lays the results end to end again.
 
 Rows of a tensor are moved by a gather each way, whose gradient is a gather too. Torch's own gradient of
 ``index_select`` adds row by row, since an index may repeat, and a scatter costs two to three times a gather on the CPU.
@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ullage.errors import InputError
-from ullage.layout import Int64, Layout, ranges, starts_of
+from ullage.core.errors import InputError
+from ullage.core.layout import Int64, Layout, ranges, starts_of
 
 #: Keywords that describe a packed row, as ``RaggedBatch.to_flattened`` writes them.
 LENGTH_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

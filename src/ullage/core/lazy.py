@@ -38,7 +38,7 @@ def lazy_names(
         # Called for names that the package does not have yet, see PEP 562.
         import importlib
 
-        from ullage.extras import needed_by
+        from ullage.core.extras import needed_by
 
         if name in home:
             with needed_by(f"{package}.{name}"):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ullage.batch import RaggedBatch
+from ullage.core.batch import RaggedBatch
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ullage.display import Shown, counted
-from ullage.errors import InputError, require_int, require_one_of
+from ullage.core.display import Shown, counted
+from ullage.core.errors import InputError, require_int, require_one_of
 
 Int64 = npt.NDArray[np.int64]
 Integers = Sequence[int] | npt.NDArray[np.integer]
