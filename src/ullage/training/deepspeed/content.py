@@ -318,7 +318,8 @@ def _add_master(plan: RangePlan, number: int, master: MasterWeights, content: Co
                 if before != tensor.group:
                     plan.problems.append(f"{name}: in group {tensor.group} of the checkpoint, others in {before}")
                 plan.flats[number, key] += reads_of(tensor, held)
-    # Through the memory from its beginning to its end, as the checkpoint's own flat buffers lie mostly.
+    # Through the memory from its beginning to its end, as the checkpoint's own flat buffers lie mostly: under
+    # round_robin_gradients the first weight of a group may stand behind the others.
     for key in content.keys:
         plan.flats[number, key].sort(key=lambda read: read.at)
 

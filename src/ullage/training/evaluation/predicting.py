@@ -56,6 +56,7 @@ class Frame:
         mask, main = fields.get("attention_mask"), fields.get(main_input)
         if mask is None or main is None or mask.ndim != 2 or main.shape[:2] != mask.shape or "cu_seq_lens_q" in fields:
             return None
+        # Of the mask [[0, 0, 1], [1, 1, 1]] the rows start at 2 and 0.
         starts = (mask != 0).int().argmax(1).tolist()
         return cls({k: v for k, v in fields.items() if v.shape[:1] == mask.shape[:1]}, tuple(starts), mask.shape[1])
 

@@ -302,7 +302,8 @@ def weighted_token_loss(logits: Tensor, labels: Tensor, weights: Tensor, *, shif
     """
     if labels.is_nested:
         rows = labels.unbind()
-        # Rows of outputs begin with their target's; what a row has beyond its target is padding.
+        # Rows of outputs begin with their target's; what a row has beyond its target is padding: of outputs [2, 5, V]
+        # for targets of 5 and 3 there remain [8, V].
         logits = logits if logits.shape[0] == len(rows) else logits[0].split([len(row) for row in rows])  # pyright: ignore
         logits = torch.cat([output[: len(row)] for output, row in zip(logits, rows, strict=True)])
         labels = torch.cat(list(rows))

@@ -245,7 +245,8 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     kept = {path.resolve() for path in (keep, Path(best) if best else None) if path is not None}
     protected = [path for path in whole if path.resolve() in kept]
     others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
-    # Protected ones count towards the limit, and stay even where they are more than it allows.
+    # Protected ones count towards the limit, and stay even where they are more than it allows: of five with a limit of
+    # two, of which the best and the newest are protected, three go; with a limit of one, three as well.
     for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
         # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
         away = staging_of(path)

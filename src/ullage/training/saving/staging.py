@@ -179,8 +179,9 @@ def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged
     with agreement("writing a checkpoint"), one_line(target):
         if is_first_of_machine():
             # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
-            # separate disks each folder has its own; so the lowest mark names one owner per disk. Meeting before this
-            # block has made sure that no first rank removes the folder after another has marked it.
+            # separate disks each folder has its own; so the lowest mark names one owner per disk: of two machines with
+            # ranks 0 to 3 and 4 to 7, rank 0 owns the shared disk, or 0 and 4 own one each. Meeting before this block
+            # has made sure that no first rank removes the folder after another has marked it.
             (staging / f"{mark}{rank_here()}").touch()
         write(staging)
     return Staged(target, staging, mark)
