@@ -100,6 +100,12 @@ def test_mock_distribution(run, tmp_path, inline):
     assert figures(run, "-", "-n", 100, "--seed", 7, stdin=json.dumps(MOCK).encode()) == found
 
 
+def test_mock_file_is_read_whole(run, tmp_path):
+    (tmp_path / "lengths.csv").write_text("5\n6\n7\n")
+    (tmp_path / "mock.json").write_text('{"mode": "file", "path": "lengths.csv"}')
+    assert figures(run, tmp_path / "mock.json", "-c", 10)["source"]["tokens"] == 18
+
+
 @pytest.mark.parametrize(
     "stdin", [b"5 6 7", b"length\n5\n6\n7\n", b'{"length": 5}\n{"length": 6}\n{"length": 7}\n', b"[5, 6, 7]"]
 )
@@ -191,7 +197,7 @@ def test_page_and_plan_are_written_whole(run, tmp_path):
         (["nope"], 1, "no such file or workload (nope): expected a file, or one of megatron, chat"),
         (["nope.npy"], 1, "cannot be read (nope.npy): found No such file"),
         (['{"mode": "x"}'], 1, "mode is unknown"),
-        (['{"mode": "distribution", "sigma": 1}'], 1, "lacks keys or has unknown ones"),
+        (['{"mode": "distribution", "sigma": 1}'], 1, "unknown keys"),
         (["{broken"], 1, "not JSON"),
         (["-"], 1, "holds no lengths"),
         (["chat", "--strategy", "best"], 2, "no such strategy: expected balanced or"),

@@ -49,15 +49,46 @@ def test_json_inline_and_from_a_file_are_the_same(tmp_path):
         np.testing.assert_array_equal(mock_lengths(config, n=50), expected)
 
 
+def test_verification_needs_only_the_path_and_has_upstreams_defaults():
+    defaults = {"min_seq_len": 100, "max_seq_len": 4096, "mean_seq_len": 2048, "lognormal_sigma": 1.1}
+    lengths = mock_lengths({"mode": "verification", "data_path": "somewhere/prefix"}, n=100)
+    np.testing.assert_array_equal(lengths, upstream(defaults, 100))
+    lengths = mock_lengths({"mode": "verification", "data_path": "x", "max_seq_len": 200}, n=100)
+    assert lengths.max() == 200
+
+
+@pytest.mark.parametrize("header", ["", "length\n", "seq_len\n"])
+def test_csv_keeps_its_first_length_with_or_without_header(tmp_path, header):
+    (tmp_path / "lengths.csv").write_text(header + "17\n5\n\n9\n")
+    config = {"mode": "file", "path": str(tmp_path / "lengths.csv")}
+    np.testing.assert_array_equal(mock_lengths(config), [17, 5, 9])
+    np.testing.assert_array_equal(mock_lengths(config, n=5), [17, 5, 9, 17, 5])
+
+
+def test_csv_of_several_columns(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("1,2\n3,4\n")
+    np.testing.assert_array_equal(mock_lengths({"mode": "file", "path": path}), [1, 2, 3, 4])
+    path.write_text("id,length\n7,100\n8,200\n")
+    np.testing.assert_array_equal(mock_lengths({"mode": "file", "path": path}), [100, 200])
+
+
+def test_file_beside_its_json(tmp_path):
+    (tmp_path / "lengths.csv").write_text("3\n4\n")
+    (tmp_path / "mock.json").write_text('{"mode": "file", "path": "lengths.csv"}')
+    np.testing.assert_array_equal(mock_lengths(tmp_path / "mock.json"), [3, 4])
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mode": "gaussian"}, "mode is unknown: expected distribution, found gaussian"),
+        ({"mode": "gaussian"}, "mode is unknown: expected file or distribution or verification, found gaussian"),
         ({}, "mode is unknown"),
-        (LOGNORMAL | {"sigma": 1}, "lacks keys or has unknown ones"),
+        (LOGNORMAL | {"sigma": 1}, "unknown keys (mode distribution)"),
         (LOGNORMAL | {"type": "linear"}, "type is unknown: expected lognormal, found linear"),
         ({"mode": "distribution", "type": "lognormal"}, "lacks keys"),
-        ({"mode": "file", "path": "lengths.csv"}, "expected distribution, found file"),
+        ({"mode": "file"}, "lacks keys (mode file): expected path"),
+        ({"mode": "verification"}, "lacks keys (mode verification): expected data_path"),
         (LOGNORMAL | {"mean_seq_len": "many"}, "not a number (mean_seq_len): found many"),
         (LOGNORMAL | {"mean_seq_len": float("nan")}, "not a number (mean_seq_len)"),
         (LOGNORMAL | {"mean_seq_len": 0}, "too small (mean_seq_len)"),
@@ -66,6 +97,7 @@ def test_json_inline_and_from_a_file_are_the_same(tmp_path):
         (LOGNORMAL | {"min_seq_len": 4096}, "expected min_seq_len <= max_seq_len, found 4096 > 2048"),
         ("{broken", "is not JSON"),
         ("nowhere.json", "cannot be read (nowhere.json)"),
+        ({"mode": "file", "path": "nowhere.csv"}, "cannot be read (nowhere.csv)"),
         ([1], "must be a JSON object"),
     ],
 )
@@ -74,6 +106,27 @@ def test_bad_mock_configurations(config, message):
         mock_lengths(config, n=4)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the dataset is empty"),
+        ("length\n", "the dataset is empty"),
+        ("5\nabc\n", "found 'abc'"),
+        ("5\n-3\n", "item 1"),
+        ("5\n2.5\n", "must be integers"),
+        ("5\nnan\n", "must be integers"),
+        ("a,b\n1,2\n", "no single column holds lengths or text"),
+    ],
+)
+def test_bad_csv(tmp_path, text, message):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        mock_lengths({"mode": "file", "path": path})
+    assert message in str(caught.value)
+    assert "lengths.csv" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

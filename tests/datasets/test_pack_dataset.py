@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ullage import InputError
 from ullage.datasets import pack_dataset
@@ -71,12 +73,68 @@ def test_what_cannot_be_packed_is_named():
         pack_dataset([{"input_ids": [1]}], 8)
 
 
-def test_the_format_stays_as_with_trl():
+def rows(packed):
+    return {name: list(packed[name]) for name in packed.column_names}
+
+
+LONG = [[1, 2, 3, 4, 5], [6, 7], [], [8, 9, 10, 11], [12]]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("strategy", "ids", "lengths"),
+    [
+        ("bfd", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 12]], [[4], [4], [2, 1]]),
+        ("bfd_split", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 5, 12]], [[4], [4], [2, 1, 1]]),
+        ("wrapped", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], None),
+    ],
+)
+def test_trls_strategies_mean_what_they_do_there(strategy, ids, lengths):
     import trl
 
-    rows = [[1, 2, 3, 4, 5], [6, 7], [], [8, 9, 10, 11], [12]]
-    dataset = Dataset.from_dict({"input_ids": rows, "mask": rows}).with_format("numpy", ["input_ids"], dtype="float32")
-    ours, theirs = pack_dataset(dataset, 4, oversize="truncate"), trl.pack_dataset(dataset, 4, "bfd")
-    assert ours.format == theirs.format
-    assert [row["input_ids"].tolist() for row in ours] == [row["input_ids"].tolist() for row in theirs]
-    assert [row["seq_lengths"].tolist() for row in ours] == [[4], [4], [2, 1]]
+    dataset = Dataset.from_dict({"input_ids": LONG, "mask": LONG})
+    ours = pack_dataset(dataset, 4, strategy)
+    theirs = trl.pack_dataset(dataset, 4, strategy)
+    assert rows(ours) == rows(theirs)
+    assert ours["input_ids"][:] == ours["mask"][:] == ids
+    assert lengths is None or ours["seq_lengths"][:] == lengths
+    # Through map, all at once and in batches of two rows.
+    assert rows(pack_dataset(dataset, 4, strategy, {"desc": "pack"})) == rows(ours)
+    by_two = pack_dataset(dataset, 4, strategy, {"batch_size": 2})
+    assert rows(by_two) == rows(trl.pack_dataset(dataset, 4, strategy, {"batch_size": 2}))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_formats_and_streams_stay_as_with_trl(strategy):
+    import trl
+
+    dataset = Dataset.from_dict({"input_ids": LONG, "mask": LONG}).with_format("numpy", ["input_ids"], dtype="float32")
+    ours, theirs = (pack(dataset, 4, strategy) for pack in (pack_dataset, trl.pack_dataset))
+    assert ours.format["columns"] == ["input_ids"] + ["seq_lengths"] * (strategy != "wrapped")
+    assert ours.format == theirs.format or strategy == "wrapped"
+    stream = Dataset.from_dict({"input_ids": LONG, "mask": LONG}).to_iterable_dataset()
+    assert list(pack_dataset(stream, 4, strategy)) == list(trl.pack_dataset(stream, 4, strategy))
+    parts = pack_dataset(IterableDatasetDict({"train": stream}), 4, strategy, {"batch_size": 2})
+    assert list(parts["train"]) == list(trl.pack_dataset(stream, 4, strategy, {"batch_size": 2}))
+
+
+def test_a_strategy_says_itself_what_becomes_of_longer_sequences():
+    with pytest.raises(InputError, match=r"no such strategy: expected .*'bfd_split'.* found 'best'"):
+        pack_dataset(made([3]), 8, "best")
+    with pytest.raises(InputError, match="the strategy says what becomes of longer sequences"):
+        pack_dataset(made([3]), 8, "bfd", oversize="drop")
+    with pytest.raises(InputError, match=r"longer than the capacity \(sequence 2\)"):
+        list(pack_dataset(made([5, 0, 9]).to_iterable_dataset(), 8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.integers(1, 9))
+def test_split_sequences_keep_every_token_in_order(lengths, most):
+    if not sum(lengths):
+        return
+    packed = pack_dataset(made(lengths), most, "bfd_split")
+    pieces = [piece for piece, _ in sequences(packed)]
+    assert max(map(len, packed["input_ids"])) <= most
+    assert [token for piece in pieces for token in piece] == [t for row in made(lengths)["input_ids"] for t in row]
+    assert len(pieces) == sum(-(-length // most) for length in lengths)

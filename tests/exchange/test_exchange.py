@@ -238,3 +238,5 @@ def test_mock_samples_are_what_megatron_s_dataset_gives():
     assert max(MockSamples(config, n=40, max_length=9).lengths) == 9
     with pytest.raises(IndexError):
         data[40]
+    with pytest.raises(ullage.InputError, match="not read from data"):
+        MockSamples({"mode": "verification", "data_path": "x"})

@@ -225,8 +225,8 @@ def _measured(
         column: of a file.
         tokenizer: for text.
     """
-    from ullage.datasets.files import Measured, read_lengths, read_stream
-    from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths, read_text
+    from ullage.datasets.files import Measured, read_lengths, read_stream, read_text
+    from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths
 
     if source in WORKLOADS:
         return source, Measured(WORKLOADS[source](n or DEFAULT_N, seed)), CAPACITIES[source]
@@ -243,7 +243,9 @@ def _measured(
         text = read_text(source)
     if text.lstrip().startswith("{") and (source.lstrip().startswith("{") or _has_mode(text)):
         config = mock_config(source if source.endswith(".json") else text)
-        return "mock distribution", Measured(mock_lengths(config, n or DEFAULT_N, seed)), config["max_seq_len"]
+        generated = config["mode"] != "file"
+        drawn = mock_lengths(config, n or (DEFAULT_N if generated else None), seed)
+        return f"mock {config['mode']}", Measured(drawn), config.get("max_seq_len")
     if source == "-":
         measured = read_stream(data, column, tokenizer)
     elif not Path(source).suffix and not Path(source).exists():
@@ -270,7 +272,7 @@ def _degree(context_parallel: str) -> int | str:
 
 
 def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> Any:
-    from ullage.datasets.lengths import read_text
+    from ullage.datasets.files import read_text
     from ullage.planning import TransformerCost
 
     given = {name: value for name, value in (("linear", linear), ("quadratic", quadratic)) if value is not None}

@@ -22,7 +22,6 @@ import numpy as np
 from ullage.core.errors import InputError, first_line, listed
 from ullage.core.extras import needed_by
 from ullage.core.layout import Int64, as_lengths
-from ullage.datasets.lengths import read_text
 from ullage.datasets.stored import (
     is_json,
     is_list,
@@ -202,6 +201,16 @@ def _from_json(path: Path) -> Measured | None:
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         return None
     return Measured(_checked(value, str(path)), name)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file, a byte-order mark removed. Raises ``InputError`` if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError("a file cannot be read", where=os.fspath(path), found=error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise InputError("a file is not text", where=os.fspath(path), expected="UTF-8", found=str(error)) from error
 
 
 def _checked(values: Any, where: str) -> Int64:

@@ -1,9 +1,12 @@
 """Lengths without data: Megatron's mock distributions and samples, and the six workloads of the benchmarks.
 
-A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``, with ``mode``
-``distribution``, ``type`` ``lognormal``, ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``, ``lognormal_sigma``. The
-samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are drawn from numpy's legacy
-generator, by default with seed 0, as upstream draws them: the first *n* lengths here are the first *n* lengths there.
+A mock configuration is the JSON that Megatron-LM takes as ``--sft-mock-dataset-config-json``: ``mode`` is ``file``
+(lengths from a CSV), ``distribution`` (``type`` lognormal, with ``min_seq_len``, ``max_seq_len``, ``mean_seq_len``,
+``lognormal_sigma``) or ``verification`` (the same distribution with defaults; ``data_path`` names real tokens, which
+lengths do not need). The samples are exp(normal(μ, σ)) with μ = ln(mean) − σ²/2, clipped, cut to integers. They are
+drawn from numpy's legacy generator, by default with seed 0, as upstream draws them: the first *n* lengths here are the
+first *n* lengths there. One thing differs on purpose: upstream's CSV reader takes the first length of a file without a
+header for a header and loses it; here it is kept.
 
 A workload is a function of (n, seed) that gives int64 lengths, at most its capacity, the same on every machine; but
 ``code`` counts the tokens of the running Python's own standard library and so varies with its version.
@@ -32,6 +35,7 @@ import numpy as np
 
 from ullage.core.errors import InputError, require_int
 from ullage.core.layout import Int64
+from ullage.datasets.files import read_lengths, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +43,13 @@ if TYPE_CHECKING:
 #: Default number of lengths of a mock distribution, upstream's too.
 MOCK_SIZE = 1_000_000
 
-#: The numbers of a mock distribution, and their kinds.
 _LOGNORMAL = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
+_VERIFICATION_DEFAULTS = {"min_seq_len": 100, "max_seq_len": 4096, "mean_seq_len": 2048, "lognormal_sigma": 1.1}
+_MOCK_KEYS = {
+    "file": {"path"},
+    "distribution": {"type", *_LOGNORMAL},
+    "verification": {"data_path", "type", *_LOGNORMAL},
+}
 
 
 def mock_lengths(
@@ -51,8 +60,8 @@ def mock_lengths(
     Args:
         config: a mapping, the same as a JSON string, or the path of a JSON file; ``None`` is the distribution of the
             benchmarks (mean 4096, sigma 1.1, 1024 to 8192)
-        n: number of lengths; ``None`` is a million
-        seed: of the generator
+        n: number of lengths; ``None`` is all of a file and a million of a distribution; a shorter file begins again
+        seed: of a distribution
 
     Raises ``InputError`` for unknown or missing keys, values of the wrong kind, and files that cannot be read. Source:
     see the module.
@@ -64,18 +73,29 @@ def mock_lengths(
     config = mock_config(config)
     if n is not None:
         require_int(n, "n", least=0)
+    if config["mode"] == "file":
+        where = os.fspath(config["path"])
+        lengths = read_lengths(where).lengths
+        if n is not None:
+            # A shorter file begins again from its front.
+            lengths = np.resize(lengths, n)
+        return lengths
     return _lognormal(config, MOCK_SIZE if n is None else int(n), seed)
 
 
 def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """``config`` as a valid dict with every key. Raises ``InputError`` as :func:`mock_lengths` does."""
+    """``config`` as a valid dict with every key. Relative paths start here, or in the JSON file's folder.
+
+    Raises ``InputError`` as :func:`mock_lengths` does.
+    """
     if config is None:
         return {"mode": "distribution", "type": "lognormal", **_MEGATRON}
+    folder = Path()
     if isinstance(config, (str, os.PathLike)):
         text = os.fspath(config)
         # JSON begins with a brace; anything else is the path of a file.
         if not text.lstrip().startswith("{"):
-            text = read_text(text)
+            folder, text = Path(text).parent, read_text(text)
         try:
             config = json.loads(text)
         except ValueError as error:
@@ -83,17 +103,36 @@ def mock_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     if not isinstance(config, Mapping):
         raise InputError("a mock distribution must be a JSON object", found=type(config).__name__)
     config = dict(config)
-    if config.get("mode") != "distribution":
-        raise InputError("a mock distribution's mode is unknown", expected="distribution", found=config.get("mode"))
-    allowed = {"mode", "type", *_LOGNORMAL}
-    if set(config) - {"format"} != allowed:
-        raise InputError(
-            "a mock distribution lacks keys or has unknown ones",
-            expected=", ".join(sorted(allowed)),
-            found=", ".join(sorted(map(str, config))),
-        )
+    _require_mock_keys(config)
+    if config["mode"] == "file":
+        if not isinstance(config["path"], (str, os.PathLike)):
+            raise InputError("a mock distribution's path must be a string", found=config["path"])
+        path = Path(config["path"])
+        config["path"] = path if path.exists() or path.is_absolute() else folder / path
+        return config
+    if config["mode"] == "verification":
+        config = _VERIFICATION_DEFAULTS | {"type": "lognormal"} | config
     _require_mock_values(config)
     return config
+
+
+def _require_mock_keys(config: dict[str, Any]) -> None:
+    mode = config.get("mode")
+    if not isinstance(mode, str) or mode not in _MOCK_KEYS:
+        raise InputError("a mock distribution's mode is unknown", expected=" or ".join(_MOCK_KEYS), found=mode)
+    allowed = _MOCK_KEYS[mode]
+    unknown = sorted(str(key) for key in set(config) - allowed - {"mode", "format"})
+    if unknown:
+        raise InputError(
+            "a mock distribution has unknown keys",
+            where=f"mode {mode}",
+            expected=", ".join(sorted(allowed)),
+            found=", ".join(unknown),
+        )
+    required = {"verification": {"data_path"}}.get(mode, allowed)
+    missing = sorted(required - set(config))
+    if missing:
+        raise InputError("a mock distribution lacks keys", where=f"mode {mode}", expected=", ".join(missing))
 
 
 def _require_mock_values(config: dict[str, Any]) -> None:
@@ -121,16 +160,6 @@ def _lognormal(config: Mapping[str, Any], n: int, seed: int) -> Int64:
     # The mean of exp(normal(μ, σ)) is exp(μ + σ²/2), so this μ gives ``mean`` before the clipping.
     samples = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, n)
     return np.clip(samples, config["min_seq_len"], config["max_seq_len"]).astype(np.int64)
-
-
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file, a byte-order mark removed. Raises ``InputError`` if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError("a file cannot be read", where=os.fspath(path), found=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise InputError("a file is not text", where=os.fspath(path), expected="UTF-8", found=str(error)) from error
 
 
 _MEGATRON = {"min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096, "lognormal_sigma": 1.1}
@@ -250,6 +279,12 @@ class MockSamples:
         max_length: int | None = None,
         pad_to_multiple_of: int = 1,
     ) -> None:
+        if mock_config(config)["mode"] == "verification":
+            raise InputError(
+                "mock samples are not read from data",
+                where="mode verification",
+                hint="use mode distribution, or mock_lengths for the lengths alone",
+            )
         for name, value, least in (
             ("vocab_size", vocab_size, 2),
             ("max_length", max_length, 1),

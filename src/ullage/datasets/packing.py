@@ -1,7 +1,7 @@
 """Packing of a data set of sequences, or of a file of them, into rows of at most so many tokens.
 
-A data set becomes rows as ``trl.pack_dataset`` makes them, but all sequences are packed at once, where TRL packs each
-map batch of 1000 rows by itself. Rows hold the columns end to end and, as TRL's do, ``seq_lengths``, by which its
+A data set becomes what ``trl.pack_dataset`` makes of it, over our packing: all sequences are packed at once, TRL packs
+each map batch of 1000 rows by itself. Rows hold the columns end to end and, as TRL's do, ``seq_lengths``, by which its
 collator makes ``position_ids`` and ours takes the sequences apart again.
 
 A file is read into Arrow on the disk, beside the target, so that only lengths and the rows of one group are in memory;
@@ -9,14 +9,17 @@ everything is written there and moved to its place when it is complete. Its rows
 trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin again with each sequence (by which transformers
 tells sequences apart), and ``seq_lengths``. The first label of each sequence is −100, so that a loss that shifts never
 crosses a boundary, as in transformers' own flattening. Rows are shuffled, because packing puts long sequences first.
+
+Source: trl 1.16 ``data_utils.py``, ``pack_dataset``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,14 +35,16 @@ from ullage.datasets.stored import is_list, list_lengths, require_token_ids, req
 from ullage.datasets.tables import column_kind, quiet, read_file, text_column
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-D = TypeVar("D", "Dataset", "DatasetDict")
+D = TypeVar("D", "Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict")
 #: That of ``ullage.core.columns``, which loads torch: packing token ids does without.
 IGNORED_LABEL = -100
 #: Tokens of the rows that are gathered at once: 16 MiB per column of int32.
 _GROUP_TOKENS = 2**22
 _OVERSIZE = ("error", "truncate", "drop")
+#: TRL's strategies, and what each does with a longer sequence.
+_STRATEGIES = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,17 +77,29 @@ class PackReport(Shown):
         yield f"ullage {100 * self.ullage:.1f} %"
 
 
-def pack_dataset(dataset: D, seq_length: int, *, oversize: str = "error") -> D:
+def pack_dataset(
+    dataset: D,
+    seq_length: int,
+    strategy: str | None = None,
+    map_kwargs: Mapping[str, Any] | None = None,
+    *,
+    oversize: str = "error",
+) -> D:
     """Pack the sequences of a data set into rows of at most ``seq_length`` tokens.
 
     Args:
-        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a dict of such.
+        dataset: a ``datasets.Dataset`` whose columns are lists of one length per row, or a dict of such. A stream is
+            packed as it is read, each map batch by itself.
         seq_length: tokens of a packed row at most.
-        oversize: treatment of a longer sequence: ``"error"``, ``"truncate"`` (as TRL's ``"bfd"``) or ``"drop"``.
+        strategy: as TRL's: ``"bfd"`` truncates longer sequences, ``"bfd_split"`` makes several of them, ``"wrapped"``
+            fills every row and cuts sequences anywhere. ``None`` does with them what ``oversize`` says.
+        map_kwargs: keywords of the data set's ``map``, through which a stream is packed, and with them any data set:
+            then in batches of ``batch_size`` rows, all at once without it.
+        oversize: treatment of a longer sequence: ``"error"``, ``"truncate"`` or ``"drop"``.
 
-    Returns the packed data set, in memory, with the same columns and format and ``seq_lengths``: for each row the
-    lengths of its sequences, the longest first. Sequences without tokens are left out. Raises ``InputError`` that names
-    the column and the row.
+    Returns the packed data set, in memory unless it went through ``map``, with the same columns and format, and, unless
+    wrapped, ``seq_lengths``: for each row the lengths of its sequences. Sequences without tokens are left out. Raises
+    ``InputError`` that names the column and the row.
 
     >>> from datasets import Dataset
     >>> packed = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]}), seq_length=4)
@@ -91,27 +108,66 @@ def pack_dataset(dataset: D, seq_length: int, *, oversize: str = "error") -> D:
     """
     with needed_by("ullage.datasets.pack_dataset"):
         import datasets
-        import pyarrow as pa
 
     require_packing_sizes(seq_length, oversize)
-    if isinstance(dataset, datasets.DatasetDict):
-        parts: Any = {name: pack_dataset(part, seq_length, oversize=oversize) for name, part in dataset.items()}
+    longer = oversize
+    if strategy is not None:
+        longer = _STRATEGIES[require_one_of(strategy, tuple(_STRATEGIES), "strategy")]
+        if oversize != "error":
+            raise InputError(
+                "the strategy says what becomes of longer sequences",
+                expected="strategy or oversize",
+                found=f"strategy={strategy!r}, oversize={oversize!r}",
+            )
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        parts: Any = dict(dataset)
+        for name, part in parts.items():
+            parts[name] = pack_dataset(part, seq_length, strategy, map_kwargs, oversize=oversize)
         return type(dataset)(parts)
+    pack = functools.partial(_pack_table, seq_length=seq_length, longer=longer)
+    if isinstance(dataset, datasets.IterableDataset):
+        formatting = dataset._formatting
+        mapped = dataset.with_format("arrow").map(pack, batched=True, **(map_kwargs or {}))
+        return mapped.with_format(None if formatting is None else formatting.format_type)
     if not isinstance(dataset, datasets.Dataset):
         raise InputError("this is no data set that can be packed", expected="a datasets.Dataset", found=type(dataset))
     # Through the data set rather than its table, so that a shuffled or filtered one comes in its own order.
-    columns, lengths = _columns(dataset.with_format("arrow")[:])
-    kept = kept_lengths(lengths, seq_length, oversize)
-    if not kept.any():
+    view = dataset.with_format("arrow")
+    if map_kwargs:
+        packed = view.map(pack, batched=True, **{"batch_size": None, **map_kwargs})
+    else:
+        features = dict(dataset.features)
+        if longer != "wrap":
+            features["seq_lengths"] = datasets.List(datasets.Value("int64"))
+        packed = datasets.Dataset(pack(view[:]).cast(datasets.Features(features).arrow_schema))
+    if not len(packed):
         raise InputError("no sequence is left to pack", found=f"{len(dataset)} empty or dropped")
-    rows = [row[np.argsort(-kept[row], kind="stable")] for row in _bins(kept, seq_length)]
-    groups = _groups(rows, seq_length)
-    table = pa.concat_tables([_gathered(group, columns, starts_of(lengths), kept)[0] for group in groups])
-    features = datasets.Features({**dataset.features, "seq_lengths": datasets.List(datasets.Value("int64"))})
-    packed = datasets.Dataset(table.cast(features.arrow_schema))
     chosen = dataset.format
-    kept_columns = {"columns": [*chosen["columns"], "seq_lengths"], "output_all_columns": chosen["output_all_columns"]}
-    return packed.with_format(chosen["type"], **kept_columns, **chosen["format_kwargs"])
+    columns = chosen["columns"] + [name for name in packed.column_names if name not in dataset.column_names]
+    kept = {"output_all_columns": chosen["output_all_columns"], **chosen["format_kwargs"]}
+    return packed.with_format(chosen["type"], columns=columns, **kept)
+
+
+def _pack_table(table: Any, seq_length: int, longer: str) -> Any:
+    """An Arrow table of sequences as one of packed rows. ``longer``: truncate, drop, split, wrap or error."""
+    import pyarrow as pa
+
+    columns, lengths = _columns(table)
+    if longer == "wrap":
+        cuts = np.append(np.arange(0, lengths.sum(), seq_length), lengths.sum())
+        bounds = pa.array(cuts, pa.int32())
+        return pa.table({name: pa.ListArray.from_arrays(bounds, values) for name, values in columns.items()})
+    starts = starts_of(lengths)
+    if longer == "split":
+        starts, lengths = _fragments(starts, lengths, seq_length)
+    kept = kept_lengths(lengths, seq_length, "error" if longer == "split" else longer)
+    placed = np.flatnonzero(kept)
+    # Within a row the longest sequence comes first, as in TRL's.
+    rows = [row[np.argsort(-kept[row], kind="stable")] for row in _bins(kept, seq_length)]
+    packed = pa.concat_tables(
+        _gathered(group, columns, starts, kept)[0] for group in _groups(rows or [placed], seq_length)
+    )
+    return packed if len(placed) else packed.slice(0, 0)
 
 
 def _bins(kept: Int64, capacity: int) -> list[Int64]:
@@ -144,6 +200,14 @@ def _gathered(group: list[Int64], columns: dict[str, Any], starts: Int64, kept: 
     arrays = {name: pa.ListArray.from_arrays(bounds, values.take(taken)) for name, values in columns.items()}
     sizes = pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), pa.array(layout.lengths))
     return pa.table({**arrays, "seq_lengths": sizes}), layout
+
+
+def _fragments(starts: Int64, lengths: Int64, most: int) -> tuple[Int64, Int64]:
+    """Starts and lengths of the sequences after those longer than ``most`` were cut into pieces of that length."""
+    counts = -(-lengths // most)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = (np.arange(len(first)) - first) * most
+    return np.repeat(starts, counts) + offsets, np.minimum(np.repeat(lengths, counts) - offsets, most)
 
 
 def _columns(table: Any) -> tuple[dict[str, Any], Int64]:
