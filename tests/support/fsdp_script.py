@@ -49,10 +49,9 @@ def arguments(folder, **options):
 
 
 def llama(folder, model=None, **options):
-    packing_script.SIZES.update(PARTED)
     samples = packing_script.make_samples()
     return Trainer(
-        (packing_script.make_model("llama") if model is None else model).double(),
+        (packing_script.make_model("llama", **PARTED) if model is None else model).double(),
         arguments(folder, **options),
         data_collator=RaggedCollator(labels_from="input_ids"),
         train_dataset=samples,
@@ -61,8 +60,7 @@ def llama(folder, model=None, **options):
 
 
 def lora(folder, **options):
-    packing_script.SIZES.update(PARTED)
-    model = packing_script.make_model("llama")
+    model = packing_script.make_model("llama", **PARTED)
     return llama(folder, get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])), **options)
 
 

@@ -39,16 +39,17 @@ SIZES = {
 LENGTHS = [100, 99, 97, 20, 88, 20, 100, 95, 90, 19, 99, 98, 96, 100, 21, 93, 97, 95, 99, 22]
 
 
-def make_model(name):
+def make_model(name, **sizes):
+    sizes = {**SIZES, **sizes}
     torch.manual_seed(0)
     if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **SPECIAL))
+        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **SPECIAL))
     if name == "mixtral":
         experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-        return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
+        return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, **experts, **sizes, **SPECIAL))
     if name == "bert":
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForTokenClassification(BertConfig(num_labels=VOCAB, **quiet, **SIZES, **SPECIAL))
+        return BertForTokenClassification(BertConfig(num_labels=VOCAB, **quiet, **sizes, **SPECIAL))
     return RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCAB, hidden_size=32, **SPECIAL))
 
 
