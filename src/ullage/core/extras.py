@@ -1,4 +1,4 @@
-"""The packages that are no part of the core, and the error where one is missing or too old.
+"""The packages that the extras bring, and the error where one is missing or too old.
 
 What needs one imports it under :func:`needed_by`::
 

@@ -54,7 +54,7 @@ def chat_column(table: Any) -> str | None:
 def chats_of(table: Any, column: str | None, where: str) -> list[Row] | None:
     """The rows of a table that holds chats, or prompts with completions; ``None`` for one of neither.
 
-    ``column``: of the chats, if asked for by name. Raises ``InputError`` for a row that is no chat (the message says
+    ``column``: of the chats, if asked for by name. Raises ``InputError`` for a row that is not a chat (the message says
     which).
     """
     chats = chat_column(table) if column is None else column
@@ -310,7 +310,7 @@ class _Encoder:
         ids = self._ids(text)
         if end is None or (ids and ids[-1] == end):
             return ids
-        # As a part of the text, for tokenizers that treat what stands before it differently; where that is no token
+        # As a part of the text, for tokenizers that treat what stands before it differently; where that is not a token
         # of theirs, by its id.
         written = self._ids(text + self._tokenizer.eos_token)
         return written if written[-1:] == [end] and written.count(end) == ids.count(end) + 1 else [*ids, end]

@@ -45,7 +45,7 @@ def stored_lengths(dataset: Any, column: str = "input_ids", length_column: str =
         known = [part for part in parts if part is not None]
         return np.concatenate(known) if len(known) == len(parts) else None
     if isinstance(dataset, (list, tuple)):
-        # Samples that are no mappings, or have no such column, mean that the lengths are not known.
+        # Samples that are not mappings, or lack the column, mean that the lengths are not known.
         with suppress(KeyError, TypeError):
             return np.fromiter((_length(sample, column) for sample in dataset), np.int64, len(dataset))
         return None

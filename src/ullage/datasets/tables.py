@@ -57,7 +57,7 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
         if match is None:
             raise InputError("not a split", expected="a name, or such as train[:10%]", found=spec)
         files = [file for source in sources for file in files_of(source, config, match[1])]
-        parts.append(_sliced(_joined([(file, read_file(file)) for file in files]), match[1], spec.strip()))
+        parts.append(_sliced(_join([(file, read_file(file)) for file in files]), match[1], spec.strip()))
     table = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if len(table) == 0:
         raise no_rows(", ".join(map(str, sources)))
@@ -166,7 +166,7 @@ def _require_whole(files: Sequence[Path]) -> None:
             )
 
 
-def _joined(tables: list[tuple[Path, Any]]) -> Any:
+def _join(tables: list[tuple[Path, Any]]) -> Any:
     import datasets
 
     if len(tables) == 1:
@@ -290,7 +290,7 @@ def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) ->
             )
         if ending != ".txt":
             return table
-        # Blank lines are no texts.
+        # Blank lines are not texts.
         return table.select([row for row, text in enumerate(table["text"]) if text.strip()])
     except InputError:
         raise

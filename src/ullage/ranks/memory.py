@@ -128,7 +128,7 @@ def _find(axis: Axis) -> Neighbours:
     token = secrets.token_bytes(_TOKEN_BYTES)
     mine, _ = tried(lambda: _offered(token) if device_of(axis.require_group()).type == "cpu" else None)
     records: list[Any] = gather_objects(None if mine is None else (mine[0], token, mine[1].file, os.getpid()), axis)
-    # The same machine by its name first: a process of that number on another machine is none of ours.
+    # The same machine by its name first: the process of that number on another machine is another one.
     near = np.zeros(axis.size, np.int64)
     for i, record in enumerate(records):
         if record is None or mine is None or i == axis.rank or record[0] != mine[0]:
