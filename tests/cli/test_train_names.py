@@ -101,26 +101,3 @@ def test_a_machine_without_a_network_says_so_at_once_or_takes_what_the_cache_hol
     for name in ("org/near", "org/near@v1", f"org/near@{COMMIT}"):
         assert found(name)[0] == snapshot
     assert time.monotonic() - begun < 10
-
-
-def test_a_name_that_is_nearly_one_of_here_is_never_sent_to_the_hub(cache, online):
-    Path("data").mkdir()
-    for path in ("t.jsonl", "data/texts"):
-        Path(path).write_text("")
-    with hub_of({}) as (address, seen):
-        online(address)
-        for kind, name, near in (
-            ("dataset", "t.jsnl", "t.jsonl"),
-            ("dataset", "data/text", "data/texts"),
-            ("model", "lsmt", "lstm"),
-            ("model", "lama-64x2", "llama"),
-            ("model", "llama-64x2x9", "llama"),
-        ):
-            with pytest.raises(
-                InputError, match=rf"^unknown {kind} '{name}'\. Did you mean {near}\? The hub's is {name}@"
-            ):
-                found(name, kind)
-        assert seen == []
-        with pytest.raises(InputError, match="Repository Not Found"):
-            found("lsmt@main")
-        assert seen

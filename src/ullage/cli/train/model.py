@@ -3,13 +3,12 @@
 A name is a file or folder here, a new model (a cell or llama, with sizes), or a repository of the Hugging Face hub
 (``gpt2``, ``org/name``, either with ``@revision``), in this order. The hub's own library fetches the last into its
 cache before anything is read: transformers would ask again for each file, and wait half a minute for each where there
-is no network. A name that is nearly one of the first two is never sent to the hub.
+is no network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.integrations import deepspeed as integration
 
-from ullage.cli.train.folder import read_record
+from ullage.cli.train.folder import SIZES
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.core.errors import CheckpointError, InputError, listed
+from ullage.core.errors import InputError, listed
 from ullage.datasets.text import byte_tokenizer
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
 _NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
-#: What a name of a new model, or flags beside it, may say of its size.
-_SIZES = ("hidden_size", "num_hidden_layers", "dropout")
 _DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 #: Small files of a repository: configs, tokenizers, templates. Weights are safetensors, unless pickles are allowed.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe")
@@ -116,23 +113,7 @@ def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) ->
         # A commit is what it was. Of all else the hub may have a newer one; where it cannot be asked, this is taken.
         if here is not None and here.name == revision:
             return here
-        if here is None and "@" not in name:
-            _refuse_near(name, kind)
         return Path(snapshot_download(repository, **settings))
-
-
-def _refuse_near(name: str, kind: str) -> None:
-    """Raise ``InputError`` for a name that is nearly that of a file here, or of a new model."""
-    path = Path(name)
-    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = [str(path.with_name(one)) for one in difflib.get_close_matches(path.name, there, n=2, cutoff=0.8)]
-    if kind == "model" and "/" not in name:
-        near += difflib.get_close_matches(name.partition("-")[0], (*CELLS, "llama"), n=2, cutoff=0.7)
-    if near:
-        raise InputError(
-            f"unknown {kind} {name!r}",
-            hint=f"did you mean {' or '.join(near)}? The hub's is {name}@main",
-        )
 
 
 def _is_new(name: str) -> bool:
@@ -156,7 +137,7 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
     model, name, code = None, command.model.model, command.model.trust_remote_code
     # A checkpoint has the config and the weights, and from most trainers the tokenizer.
     whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
-    if (not whole or not _says_same_model(command, checkpoint)) and not _is_new(name):
+    if not whole and not _is_new(name):
         weights = ["model*.safetensors"] + ["pytorch_model*.bin"] * command.model.allow_pickle_weights
         model = locate(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
         say(f"model: {told(command, 'model', name)}")
@@ -165,16 +146,6 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
     tokenizer, note = _tokenizer(command, model, checkpoint)
     say(f"tokenizer: {note}")
     return Chosen(model, tokenizer)
-
-
-def _says_same_model(command: TrainCommand, checkpoint: Path | None) -> bool:
-    """Whether the run of the checkpoint was started with the model arguments of this call, or the call has none."""
-    assert checkpoint is not None
-    settings = (read_record(checkpoint.parent) or {}).get("settings", {})
-    names = ("model", *_SIZES)
-    return command.given.isdisjoint(names) or (
-        "model" in settings and all(settings.get(name) == getattr(command.model, name) for name in names)
-    )
 
 
 def _tokenizer(command: TrainCommand, model: Path | None, checkpoint: Path | None) -> tuple[Any, str]:
@@ -221,16 +192,11 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     """A new model, or that of ``chosen`` with its weights; on resuming, the checkpoint's config decides.
 
     ``say`` takes a line about weights that were made new or are not used. Raises ``InputError`` for a folder that
-    holds no model or lacks weights of it, and for a model that attends in both directions; ``CheckpointError`` if model
-    arguments contradict the checkpoint.
+    holds no model or lacks weights of it, and for a model that attends in both directions.
     """
     arguments, found = command.model, chosen.model
     if checkpoint is not None:
-        config = _config_from(checkpoint, arguments)
-        # Model arguments of a call that resumes are not used, but must not contradict the checkpoint either.
-        if found is not None or (_is_new(arguments.model) and not command.given.isdisjoint(("model", *_SIZES))):
-            _require_same(_config(arguments, chosen), config, checkpoint)
-        model = _new(config, arguments)
+        model = _new(_config_from(checkpoint, arguments), arguments)
     elif found is not None and _has_weights(found):
         _refuse_sizes(arguments)
         model = load_weights(found, arguments, say)
@@ -363,7 +329,7 @@ def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> Lla
 
 
 def _refuse_sizes(arguments: ModelArguments) -> None:
-    given = [name for name in _SIZES if getattr(arguments, name) is not None]
+    given = [name for name in SIZES if getattr(arguments, name) is not None]
     if given:
         raise InputError(f"--{given[0]} is for a new model given by name", where=f"--model {arguments.model}")
 
@@ -374,19 +340,6 @@ def _config_from(path: Path, arguments: ModelArguments) -> Any:
         # The code of a config lies beside it, which transformers finds by the folder alone.
         place = path.parent if code and path.is_file() else path
         return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=code)
-
-
-def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
-    ours, theirs = asked.to_dict(), found.to_dict()
-    for name in ("model_type", "cell", "vocab_size", "hidden_size", "num_hidden_layers", "dropout"):
-        if ours.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"the checkpoint's model has another {name}",
-                where=str(checkpoint),
-                expected=ours.get(name),
-                found=theirs.get(name),
-                hint="leave out the model arguments to continue with the checkpoint's own",
-            )
 
 
 def _drawn(make: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ import typer
 
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
-from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
+from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, make_ready, one_line_errors, one_line_of
 from ullage.core.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _run(argv: list[str], first: bool) -> None:
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
             dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
-    for note in (*notes_on_lengths(command, model, training, held_out), *compiling_notes(command.training)):
+    for note in notes_on_lengths(command, model, training, held_out):
         say(note)
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
