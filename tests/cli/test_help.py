@@ -86,8 +86,6 @@ def test_near_misses_are_named(arguments, said):
         ("ullage co", ["convert"]),
         ("ullage plan --cap", ["--capacity"]),
         ("ullage plan --sync ", ["microbatch", "step"]),
-        ("ullage plan ch", ["chat"]),
-        ("ullage plan --strategy next", ["next_fit"]),
         ("ullage convert a b --to zero", ["zero1", "zero2", "zero3"]),
         ("ullage train --learn", ["--learning_rate"]),
         ("ullage train --bf16 --max_s", ["--max_steps"]),

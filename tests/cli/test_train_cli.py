@@ -17,7 +17,7 @@ import yaml
 
 from tests.support.launch import environment, full_disk
 from ullage.cli.train.arguments import parse
-from ullage.cli.train.verb import _command, _run
+from ullage.cli.train.verb import _run
 from ullage.core.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.training.saving.checkpoints import checkpoints_in, require_checkpoint
 from ullage.training.saving.staging import staging_of
@@ -162,8 +162,7 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
     stopped = tmp_path / "stopped"
     here(*arguments, "--output_dir", stopped, "--stop_at_step", 7)
     said = capsys.readouterr().out
-    assert f"stopped as asked; {stopped}/checkpoint-7 is whole; continue with: ullage train --data" in said
-    assert "--stop_at_step" not in said
+    assert f"stopped as asked; {stopped}/checkpoint-7 is whole; continue with the same command and --resume" in said
     assert [path.name for path in checkpoints_in(stopped)] == ["checkpoint-5", "checkpoint-7"]
     assert not (stopped / "model.safetensors").exists()
     here(*arguments, "--output_dir", stopped, "--stop_at_step", 7)
@@ -171,8 +170,6 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
     here("--output_dir", stopped, "--resume_from_checkpoint")
     said = capsys.readouterr().out
     assert "changed settings" not in said
-    # What is counted is what this call has trained on.
-    assert f" in steps 8 to {losses(checkpoints_in(folder)[-1])[-1][0]}; padded they would be " in said
     assert losses(checkpoints_in(stopped)[-1]) == losses(checkpoints_in(folder)[-1])
 
 
@@ -380,10 +377,7 @@ def test_the_summary_tells_what_was_not_trained_on(data, tmp_path, capsys):
     assert 0 < len(dropped) < len(lengths)
     assert (summary["total_dropped_sequences"], summary["total_dropped_tokens"]) == (len(dropped), sum(dropped))
     assert summary["tokens"] == sum(lengths) - sum(dropped)
-    line = (
-        f"not trained on  {len(dropped)} sequences over the capacity dropped, {sum(dropped):,} tokens dropped with them"
-    )
-    assert line in told
+    assert f"sequences dropped {len(dropped)}" in " ".join(told.split())
     cut = ["--packing_capacity", 1, "--packing_oversize", "truncate", "--max_steps", 2]
     here(*common, *cut, "--output_dir", tmp_path / "b", "--json")
     said = json.loads(capsys.readouterr().out)
@@ -549,15 +543,6 @@ def test_bad_input_is_one_clear_error(data, tmp_path, monkeypatch, flags, kind, 
         assert not Path("out").exists()  # raised before any damage
 
 
-def test_the_command_to_continue_with_drops_an_older_checkpoint():
-    assert _command(["--data", "a b", "--resume_from_checkpoint", "old", "--seed", "1"]) == (
-        "ullage train --data 'a b' --seed 1"
-    )
-    assert _command(["--resume_from_checkpoint", "--seed", "1"]) == "ullage train --seed 1"
-    assert _command(["--resume-from-checkpoint=old"]) == "ullage train"
-    assert _command(["--stop_at_step", "9", "--seed", "1", "--stop-at-step=9"]) == "ullage train --seed 1"
-
-
 def test_a_folder_that_cannot_be_written(data, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"the output folder cannot be made \(.*/file/a/b\): found .*/file is a file"):
@@ -661,11 +646,9 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_continue(data, tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     last = checkpoints_in(tmp_path / "out")[-1]
-    said, page = out.splitlines()[-2:]
-    assert page == f"report: {tmp_path / 'out' / 'report.html'}"
+    said = out.splitlines()[-1]
     assert said.startswith("interrupted at step ")
-    assert f"{last} is whole; continue with: ullage train --data" in said
-    assert said.endswith(" --resume_from_checkpoint")
+    assert said.endswith(f"{last} is whole; continue with the same command and --resume_from_checkpoint")
     step = int(said.removeprefix("interrupted at step ").split()[0])
     assert last.name == f"checkpoint-{step}"
     assert require_checkpoint(last) == last

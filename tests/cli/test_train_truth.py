@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,7 @@ from transformers import (
 
 from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train import limits, process, progress, summary, verb
+from ullage.cli.train import limits, process, verb
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.model import choose, load_weights
 from ullage.cli.train.settings import ModelArguments
@@ -36,7 +34,6 @@ from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError, TrainingError, UsageError
 from ullage.datasets import byte_tokenizer, tokenize
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model
-from ullage.report import run_page
 from ullage.training.saving.checkpoints import checkpoints_in
 
 TINY = ["--use_cpu", "--disable_tqdm", "true", "--max_steps", "2", "--eval_strategy", "no", "--held_out", "0.2"]
@@ -291,18 +288,6 @@ def test_the_maximum_length_is_held_against_the_positions(tmp_path, texts, capsy
     assert "AutoModelForCausalLM.from_pretrained(" in said
 
 
-def test_the_padding_of_a_padded_run_is_said_to_be_computed():
-    figures = {"tokens": 400, "num_padded_tokens": 1600, "padding_avoided": 0.0, "steps": 6, "mean_loss": 5.0}
-    figures |= {"tokens_per_second": 80.0, "seconds": 5.0, "model": "runs/a"}
-    told = summary._told(figures)
-    assert "  tokens          400 in 6 steps, in padded batches of 1,600 together\n" in told
-    assert "  padding         75.0% of what was computed; --packing_capacity avoids it\n" in told
-    assert "avoided" not in told
-    packed = summary._told(figures | {"padding_avoided": 0.75})
-    assert "400 in 6 steps; padded they would be 1,600\n  padding avoided 75.0%\n" in packed
-    assert "400 in 6 steps; padded they would be 400\n" in summary._told(figures | {"num_padded_tokens": 400})
-
-
 def test_the_sample_of_the_last_lines_is_a_few_words_of_any_script():
     tokenizer = byte_tokenizer()
     command = SimpleNamespace(data=SimpleNamespace(data="a.jsonl"))
@@ -420,34 +405,6 @@ def test_a_capacity_that_leaves_nothing_to_train_on_is_refused(tmp_path, texts):
     with pytest.raises(InputError, match=r"all are dropped \(--packing_capacity\): expected at least 1\d, .*found 9$"):
         here(*common, "--packing_capacity", 9, "--packing_oversize", "drop")
     assert not (tmp_path / "out").exists()
-
-
-# The end of a run
-
-
-def test_a_run_that_a_signal_stops_leaves_its_page_once_its_checkpoint_is_written(tmp_path, texts, monkeypatch, capsys):
-    left, write = [], run_page.write_run_page
-
-    def before_step(self, args, state, control, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def draw(runs, path):
-        assert checkpoints_in(path.parent)[-1].name == "checkpoint-1"
-        write(runs, path)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one, in the middle of it
-
-    monkeypatch.setattr(progress.Progress, "on_step_begin", before_step)
-    monkeypatch.setattr(run_page, "write_run_page", draw)
-    monkeypatch.setattr(verb, "leave_at_once", left.append)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"):
-        here("--data", texts, "--model", "lstm-8", *TINY, "--output_dir", tmp_path / "out")
-    assert left == [143]
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert (tmp_path / "out" / "report.html").is_file()
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2].startswith("terminated at step 1 of 2; ")
-    assert said[-1] == f"report: {tmp_path / 'out' / 'report.html'}"
 
 
 # The output folder

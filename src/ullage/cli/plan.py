@@ -24,24 +24,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 DEFAULT_N = 512
 
 
-def _workloads(incomplete: str) -> list[str]:
-    """Names to complete; none for nothing, so that the shell offers files."""
-    from ullage.datasets.lengths import WORKLOADS
-
-    return [name for name in (*WORKLOADS, "docstrings") if incomplete and name.startswith(incomplete)]
-
-
-def _strategies(incomplete: str) -> list[str]:
-    from ullage.planning import strategy_names
-
-    return [name for name in strategy_names() if name.startswith(incomplete)]
-
-
 _Lengths = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        autocompletion=_workloads,
         help="A file (.npy, .csv, .tsv, .txt, .json, .jsonl, .parquet, .arrow), a pattern or folder of these, a mock "
         "distribution (JSON, inline or a .json file), the name of a workload (megatron, chat, bimodal, uniform, "
         "pareto, code), docstrings, or - for standard input.",
@@ -49,9 +35,7 @@ _Lengths = Annotated[
 ]
 _Strategy = Annotated[
     str,
-    typer.Option(
-        metavar="NAME", autocompletion=_strategies, help="How to plan: balanced, next_fit, or any that is installed."
-    ),
+    typer.Option(metavar="NAME", help="How to plan: balanced, next_fit, or any that is installed."),
 ]
 _Sync = Annotated[
     Literal["microbatch", "step"], typer.Option(help="When ranks wait for one another: FSDP and ZeRO-3, or DDP.")

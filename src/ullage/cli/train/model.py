@@ -94,26 +94,21 @@ def told(command: TrainCommand, argument: str, name: str) -> str:
 
 
 def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) -> Path:
-    """The folder of a repository in the cache, with what is new on the hub if that can be asked."""
+    """The folder of a repository in the cache, with what is new on the hub if that can be asked.
+
+    ``before``: ``repository@commit`` of what the run took before, which it takes again.
+    """
     repository, _, revision = name.partition("@")
     if not revision and before is not None and before.partition("@")[0] == repository:
         revision = before.partition("@")[2]
-    settings: dict[str, Any] = {
-        "repo_type": "dataset" if kind == "dataset" else "model",
-        "revision": revision or None,
-        "allow_patterns": list(files),
-    }
+    repo_type = "dataset" if kind == "dataset" else "model"
     download = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
     what, hint = f"there is no such {kind} here, and none from the hub", f"get it where there is a network: {download}"
     with one_line_of(what, where=name, hint=hint):
-        try:
-            here = Path(snapshot_download(repository, local_files_only=True, **settings))
-        except (OSError, ValueError):
-            here = None
-        # A commit is what it was. Of all else the hub may have a newer one; where it cannot be asked, this is taken.
-        if here is not None and here.name == revision:
-            return here
-        return Path(snapshot_download(repository, **settings))
+        # Where there is no network, what the cache holds is taken.
+        return Path(
+            snapshot_download(repository, repo_type=repo_type, revision=revision or None, allow_patterns=list(files))
+        )
 
 
 def _is_new(name: str) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ullage.cli.report import show
 from ullage.cli.train.limits import max_positions
 from ullage.cli.train.settings import TrainCommand
+from ullage.core.errors import UllageError
+from ullage.report.run import read_run
 
 if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
@@ -38,8 +42,16 @@ class Voice:
             print(json.dumps({"stopped": True, "checkpoint": str(checkpoint)}), flush=True)
 
     def result(self, summary: dict[str, Any]) -> None:
+        """Show a finished run: its figures, as ``ullage report`` does, and the script that loads its model."""
         if self._first:
-            print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
+            if self._as_json:
+                print(json.dumps(summary), flush=True)
+                return
+            with contextlib.suppress(UllageError):  # no log was written, which has been said
+                show([read_run(summary["model"])])
+            # The record of an older version has no script.
+            if summary.get("code") is not None:
+                print(f"\nLoad it and let it write:\n\n{summary['code']}", flush=True)
 
 
 def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
@@ -52,8 +64,8 @@ def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) 
         eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
     trainer.save_model()
     losses = [row["loss"] for row in history if "loss" in row]
-    # The Trainer writes what it left out once, in its last entry.
-    closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
+    # The Trainer writes what it left out once, in its last entry: sequences that were dropped, tokens that were cut.
+    closing = next((row for row in reversed(history) if any(name.startswith("total_") for name in row)), {})
     return {
         "model": str(command.training.output_dir),
         "steps": trainer.state.global_step,
@@ -67,61 +79,8 @@ def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) 
         "padding_avoided": trainer.meter.padding_avoided,
         "seconds": progress.seconds,
         "tokens_per_second": progress.tokens_per_second,
-        **{name: count for name, count in closing.items() if name in _LEFT_OUT},
+        **{name: count for name, count in closing.items() if name.startswith("total_") and name != "total_flos"},
     }
-
-
-#: What a run did not train on, by the names of the Trainer's closing entry, as the summary tells it.
-_LEFT_OUT = {
-    "total_dropped_sequences": "{:,} sequences over the capacity dropped",
-    "total_dropped_tokens": "{:,} tokens dropped with them",
-    "total_truncated_sequences": "{:,} sequences cut to the capacity",
-    "total_truncated_tokens": "{:,} tokens cut off",
-    "total_empty_steps": "{:,} steps in which no label counted",
-}
-
-
-def _told(summary: dict[str, Any]) -> str:
-    tokens, padded, avoided = (summary[name] for name in ("tokens", "num_padded_tokens", "padding_avoided"))
-    resumed, steps = summary.get("resumed_at", 0), summary["steps"]
-    counted = f"{tokens:,} in " + (f"steps {resumed + 1:,} to {steps:,}" if resumed else f"{steps:,} steps")
-    if avoided or tokens == padded:
-        of_padding = {"tokens": f"{counted}; padded they would be {padded:,}", "padding avoided": f"{avoided:.1%}"}
-    else:
-        of_padding = {
-            "tokens": f"{counted}, in padded batches of {padded:,} together",
-            "padding": f"{1 - tokens / padded:.1%} of what was computed; --packing_capacity avoids it",
-        }
-    rows = {
-        "loss": _losses(summary),
-        **of_padding,
-        "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
-        "model": summary["model"],
-    }
-    left_out = [line.format(summary[name]) for name, line in _LEFT_OUT.items() if summary.get(name)]
-    if left_out:
-        rows["not trained on"] = ", ".join(left_out)
-    lines = [f"  {name:<16}{value}" for name, value in rows.items() if value]
-    code = summary.get("code")  # a record of an older version has none
-    end = [] if code is None else ["", "Load it and let it write:", "", code]
-    return "\n".join(["", *lines, *end])
-
-
-def _losses(summary: dict[str, Any]) -> str:
-    """The losses that there are: a run that logs nothing has only their mean, one without held-out samples no other."""
-
-    def number(value: float) -> str:
-        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-
-    first, last, mean, held_out = (summary.get(f"{name}_loss") for name in ("first", "last", "mean", "eval"))
-    parts = []
-    if first is not None and last is not None:
-        parts.append(f"{number(first)} to {number(last)}" if summary["steps"] > 1 else number(last))
-    elif mean is not None:
-        parts.append(f"{number(mean)} on average")
-    if held_out is not None:
-        parts.append(f"held out {number(held_out)}")
-    return ", ".join(parts)
 
 
 # The script
