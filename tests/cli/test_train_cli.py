@@ -22,7 +22,7 @@ from ullage.core.errors import CheckpointError, InputError, TrainingError, Usage
 from ullage.training.saving.checkpoints import checkpoints_in, require_checkpoint
 from ullage.training.saving.staging import staging_of
 
-TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
+TINY = ["--model", "lstm-16", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--use_cpu"]
 
 BEST = ["--load_best_model_at_end", "--save_steps", "0.5"]
 
@@ -215,8 +215,8 @@ def test_a_llama_by_name(tmp_path):
     sizes = (llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size)
     assert (llama.model_type, *sizes, llama.vocab_size) == ("llama", 192, 2, 3, 512, 259)
     assert config("--model", "llama-128x1").num_key_value_heads == 1
-    assert config("--model", "llama", "--hidden_size", "34", "--num_hidden_layers", "1").num_attention_heads == 1
-    with pytest.raises(InputError, match=r"--dropout is for recurrent models"):
+    assert config("--model", "llama-34x1").num_attention_heads == 1
+    with pytest.raises(InputError, match=r"--dropout is for a new recurrent model"):
         config("--model", "llama", "--dropout", "0.1")
     with pytest.raises(InputError, match=r"hidden size must be even"):
         config("--model", "llama-33")
@@ -368,7 +368,7 @@ def test_json_is_one_line_on_stdout(data, tmp_path, capsys):
 
 def test_the_summary_tells_what_was_not_trained_on(data, tmp_path, capsys):
     """Texts above 60 tokens, in four steps; of a single text cut to one token no label counts."""
-    common = ["--data", data, *TINY, "--held_out", 0, "--model", "lstm", "--num_train_epochs", 1]
+    common = ["--data", data, *TINY, "--held_out", 0, "--num_train_epochs", 1]
     here(*common, "--output_dir", tmp_path / "a", "--packing_capacity", 60, "--packing_oversize", "drop")
     told = capsys.readouterr().out
     summary = json.loads((tmp_path / "a" / "ullage_run.json").read_text())["summary"]
@@ -386,7 +386,7 @@ def test_the_summary_tells_what_was_not_trained_on(data, tmp_path, capsys):
 
 def test_a_saved_model_is_trained_on_with_its_own_tokenizer(run, data, tmp_path):
     folder, *_ = run
-    tiny = [flag for flag in TINY if flag not in ("--hidden_size", "16")]
+    tiny = [flag for flag in TINY if flag not in ("--model", "lstm-16")]
     here("--data", data, "--output_dir", tmp_path, "--model", folder, *tiny, "--max_steps", 1)
     start = losses(checkpoints_in(tmp_path)[-1])[0][1]
     assert start < losses(checkpoints_in(folder)[-1])[0][1] - 1.0  # it did not begin anew
@@ -501,11 +501,6 @@ def test_wrong_flags_name_what_was_meant():
             InputError,
             "there is no such model here, and none from the hub (lsmt): found ",
         ),
-        (
-            ["--model", "gru-8", "--hidden_size", "9"],
-            InputError,
-            "two values for hidden_size (--model): expected 8, found 9",
-        ),
         (["--dropout", "2"], InputError, "dropout must be a probability: expected 0 <= dropout < 1, found 2.0"),
         (["--held_out", "1"], UsageError, "this argument is out of range (--held_out)"),
         (["--max_length", "-1"], UsageError, "this argument is out of range (--max_length)"),
@@ -534,7 +529,7 @@ def test_wrong_flags_name_what_was_meant():
 )
 def test_bad_input_is_one_clear_error(data, tmp_path, monkeypatch, flags, kind, message):
     monkeypatch.chdir(tmp_path)
-    tiny = [flag for flag in TINY if flag not in ("--hidden_size", "16")]
+    tiny = [flag for flag in TINY if flag not in ("--model", "lstm-16")]
     with pytest.raises(kind) as error:
         here("--data", data, "--output_dir", "out", *tiny, "--max_steps", 3, *flags)
     assert "\n" not in str(error.value)
@@ -560,7 +555,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_be_read_are_told_apart(data,
         full_disk(20_000),
         pytest.raises(TrainingError, match=r"this cannot be written \(.*/full/checkpoint-1\): found .* Make room"),
     ):
-        here(*arguments, "--output_dir", tmp_path / "full", "--hidden_size", 64)
+        here(*arguments, "--output_dir", tmp_path / "full", "--model", "lstm-64")
 
     def fail(self, *_: object) -> None:
         (tmp_path / "vanished").read_text()
@@ -595,11 +590,12 @@ def test_a_checkpoint_that_is_none_and_one_of_another_model(run, data, tmp_path)
     with pytest.raises(CheckpointError, match=r"this folder is no checkpoint .*found an empty folder"):
         here(*arguments, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", tmp_path / "empty")
     with pytest.raises(
-        CheckpointError, match=r"the checkpoint holds another model .*found hidden_size 16 there, 32 here\. Leave out"
+        CheckpointError,
+        match=r"the checkpoint holds another model .*found model lstm-16 there, lstm-32 here\. Leave out",
     ):
         here(
             *arguments,
-            *("--output_dir", tmp_path / "out", "--hidden_size", 32),
+            *("--output_dir", tmp_path / "out", "--model", "lstm-32"),
             *("--resume_from_checkpoint", checkpoints_in(folder)[0]),
         )
     assert not (tmp_path / "out").exists()

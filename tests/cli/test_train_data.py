@@ -11,7 +11,7 @@ from tests.support.launch import torchrun
 from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError
 
-TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
+TINY = ["--model", "lstm-16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
 
 
 def chat(i: int) -> dict:
@@ -39,7 +39,7 @@ def write(path: Path, make, number: int = 60) -> Path:
 def told(capsys, *arguments: object) -> dict:
     """What a dry run says as JSON."""
     capsys.readouterr()
-    _run([*map(str, arguments), *TINY, "--dry_run", "--json"], first=True)
+    _run([*TINY, *map(str, arguments), "--dry_run", "--json"], first=True)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 

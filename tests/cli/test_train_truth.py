@@ -358,8 +358,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_the_models_own(folders, tmp_path
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     model = str(folders / "llama")
-    sizes = {"hidden_size": None, "num_hidden_layers": None, "dropout": None}
-    (tmp_path / "run" / "ullage_run.json").write_text(json.dumps({"settings": {"model": model, **sizes}}))
+    (tmp_path / "run" / "ullage_run.json").write_text(json.dumps({"settings": {"model": model, "dropout": None}}))
     command = parse(["--model", model, "--output_dir", str(tmp_path / "run")])
     said: list[str] = []
     choose(command, checkpoint, said.append)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def ran(tmp_path_factory) -> Path:
     draw = random.Random(0)
     rows = [{"text": f"{i} " + "abc " * draw.randint(1, 20)} for i in range(40)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--hidden_size", 16, "--use_cpu"]
+    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--model", "lstm-16", "--use_cpu"]
     arguments += ["--per_device_train_batch_size", 4, "--packing_capacity", 128, "--logging_steps", 1]
     arguments += [
         "--save_steps",
@@ -372,8 +372,8 @@ def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
         ran.parent / "texts.jsonl",
         "--output_dir",
         folder,
-        "--hidden_size",
-        16,
+        "--model",
+        "lstm-16",
         "--use_cpu",
     ]
     arguments += ["--per_device_train_batch_size", 2, "--packing_capacity", 128, "--logging_steps", 1, "--max_steps", 5]

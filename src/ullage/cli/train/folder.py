@@ -33,8 +33,6 @@ from ullage.training.saving.checkpoints import (
 )
 from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
 
-#: What a name of a new model, or arguments beside it, may say of its size.
-SIZES = ("hidden_size", "num_hidden_layers", "dropout")
 #: The settings that decide the numbers of a run, and its summary once it has ended.
 RECORD = "ullage_run.json"
 #: Trainer's arguments that decide a run's numbers.
@@ -278,7 +276,7 @@ def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ..
     record = read_record(checkpoint.parent)
     if record is not None:
         changed = _changed(record, command)
-        model = [each for each in changed if each.split()[0] in ("model", *SIZES)]
+        model = [each for each in changed if each.split()[0] in ("model", "dropout")]
         if model:  # the checkpoint's config decides, so that these would mean nothing
             raise CheckpointError(
                 "the checkpoint holds another model",

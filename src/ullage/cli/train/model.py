@@ -20,7 +20,6 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.integrations import deepspeed as integration
 
-from ullage.cli.train.folder import SIZES
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 #: The word of ``--tokenizer`` for transformers' byte tokenizer.
 BYTES = "bytes"
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
-_NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
-_DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
+_NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<layers>\d+))?)?")
+_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 #: Small files of a repository: configs, tokenizers, templates. Weights are safetensors, unless pickles are allowed.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe")
 _TOKENIZER_FILES = (
@@ -193,7 +192,7 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     if checkpoint is not None:
         model = _new(_config_from(checkpoint, arguments), arguments)
     elif found is not None and _has_weights(found):
-        _refuse_sizes(arguments)
+        _refuse_dropout(arguments)
         model = load_weights(found, arguments, say)
     else:
         config = _config(arguments, chosen)
@@ -278,28 +277,20 @@ def _new(config: Any, arguments: ModelArguments) -> Any:
 
 def _config(arguments: ModelArguments, chosen: Chosen) -> Any:
     if chosen.model is not None:
-        _refuse_sizes(arguments)
+        _refuse_dropout(arguments)
         return _config_from(chosen.model, arguments)
     match = _NAME.fullmatch(arguments.model)
     assert match is not None
     recurrent = match["cell"] in CELLS
-    sizes: dict[str, Any] = {"hidden_size": _DEFAULT_HIDDEN_SIZE, "num_hidden_layers": 1 if recurrent else 4}
-    for name in sizes:
-        flag = getattr(arguments, name)
-        if match[name] is not None and flag is not None and flag != int(match[name]):
-            raise InputError(f"two values for {name}", where="--model", expected=int(match[name]), found=flag)
-        # A size may stand in the name or in a flag; in both only if they agree.
-        given = flag if flag is not None else match[name]
-        if given is not None:
-            sizes[name] = int(given)
+    hidden_size, layers = int(match["hidden_size"] or _HIDDEN_SIZE), int(match["layers"] or (1 if recurrent else 4))
     kinds = ("pad", "bos", "eos")
     ids: dict[str, Any] = {f"{kind}_token_id": getattr(chosen.tokenizer, f"{kind}_token_id", None) for kind in kinds}
     ids["vocab_size"] = len(chosen.tokenizer)
     if recurrent:
-        return RecurrentConfig(cell=match["cell"], dropout=arguments.dropout or 0.0, **sizes, **ids)
-    if arguments.dropout is not None:
-        raise InputError("--dropout is for recurrent models", where=f"--model {arguments.model}")
-    return _llama(sizes["hidden_size"], sizes["num_hidden_layers"], ids)
+        sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "dropout": arguments.dropout or 0.0}
+        return RecurrentConfig(cell=match["cell"], **sizes, **ids)
+    _refuse_dropout(arguments)
+    return _llama(hidden_size, layers, ids)
 
 
 def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> LlamaConfig:
@@ -323,10 +314,9 @@ def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> Lla
     )
 
 
-def _refuse_sizes(arguments: ModelArguments) -> None:
-    given = [name for name in SIZES if getattr(arguments, name) is not None]
-    if given:
-        raise InputError(f"--{given[0]} is for a new model given by name", where=f"--model {arguments.model}")
+def _refuse_dropout(arguments: ModelArguments) -> None:
+    if arguments.dropout is not None:
+        raise InputError("--dropout is for a new recurrent model", where=f"--model {arguments.model}")
 
 
 def _config_from(path: Path, arguments: ModelArguments) -> Any:
