@@ -52,13 +52,14 @@ def found(name: str, kind: str = "model", **revisions: str) -> tuple[Path, Any]:
     return locate(command, kind, name, kind, FILES), command
 
 
-def test_what_lies_here_wins_and_a_run_takes_its_commit_again(cache, online):
+def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(cache, online):
     with hub_of({"org/tiny": MODEL}) as (address, seen):
         online(address)
-        path, command = found("org/tiny", model="org/tiny@" + COMMIT)
-        assert (path.name, command.revisions) == (COMMIT, {"model": f"org/tiny@{COMMIT}"})
-        assert told(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
-        seen.clear()
+        snapshot = put_in_cache(cache, "org/tiny", MODEL)
+        for name, before in ((f"org/tiny@{COMMIT}", {}), ("org/tiny", {"model": f"org/tiny@{COMMIT}"})):
+            path, command = found(name, **before)
+            assert (path, command.revisions) == (snapshot, {"model": f"org/tiny@{COMMIT}"})
+            assert told(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
         Path("org/tiny").mkdir(parents=True)
         path, command = found("org/tiny")
         assert (path, command.revisions, told(command, "model", "org/tiny")) == (Path("org/tiny"), {}, "org/tiny")

@@ -100,14 +100,21 @@ def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) ->
     repository, _, revision = name.partition("@")
     if not revision and before is not None and before.partition("@")[0] == repository:
         revision = before.partition("@")[2]
-    repo_type = "dataset" if kind == "dataset" else "model"
+    settings: dict[str, Any] = {
+        "repo_type": "dataset" if kind == "dataset" else "model",
+        "revision": revision or None,
+        "allow_patterns": list(files),
+    }
     download = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
     what, hint = f"there is no such {kind} here, and none from the hub", f"get it where there is a network: {download}"
     with one_line_of(what, where=name, hint=hint):
-        # Where there is no network, what the cache holds is taken.
-        return Path(
-            snapshot_download(repository, repo_type=repo_type, revision=revision or None, allow_patterns=list(files))
-        )
+        # A commit is what it was: asked for where there is no network, the hub's library would try for half a minute.
+        # Of all else the hub may have a newer one; where it cannot be asked, the library takes what the cache holds.
+        with contextlib.suppress(OSError, ValueError):
+            here = Path(snapshot_download(repository, local_files_only=True, **settings))
+            if here.name == revision:
+                return here
+        return Path(snapshot_download(repository, **settings))
 
 
 def _is_new(name: str) -> bool:
