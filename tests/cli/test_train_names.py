@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
-from ullage.cli.train.model import locate, told
+from ullage.cli.train.model import find_or_fetch, name_with_revision
 from ullage.core.errors import InputError
 
 MODEL = {
@@ -49,7 +49,7 @@ def online(cache, monkeypatch):
 
 def found(name: str, kind: str = "model", **revisions: str) -> tuple[Path, Any]:
     command: Any = SimpleNamespace(revisions=revisions)
-    return locate(command, kind, name, kind, FILES), command
+    return find_or_fetch(command, kind, name, kind, FILES), command
 
 
 def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(cache, online):
@@ -59,10 +59,14 @@ def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(
         for name, before in ((f"org/tiny@{COMMIT}", {}), ("org/tiny", {"model": f"org/tiny@{COMMIT}"})):
             path, command = found(name, **before)
             assert (path, command.revisions) == (snapshot, {"model": f"org/tiny@{COMMIT}"})
-            assert told(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
+            assert name_with_revision(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
         Path("org/tiny").mkdir(parents=True)
         path, command = found("org/tiny")
-        assert (path, command.revisions, told(command, "model", "org/tiny")) == (Path("org/tiny"), {}, "org/tiny")
+        assert (path, command.revisions, name_with_revision(command, "model", "org/tiny")) == (
+            Path("org/tiny"),
+            {},
+            "org/tiny",
+        )
         assert seen == []
 
 

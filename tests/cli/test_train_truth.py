@@ -27,7 +27,7 @@ from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
 from ullage.cli.train import limits, process, verb
 from ullage.cli.train.arguments import parse
-from ullage.cli.train.model import choose, load_weights
+from ullage.cli.train.model import choose, load_pretrained
 from ullage.cli.train.settings import ModelArguments
 from ullage.cli.train.summary import sample_of
 from ullage.cli.train.verb import _run
@@ -117,7 +117,7 @@ def here(*arguments: object) -> None:
 )
 def test_what_starts_new_and_what_is_not_used_is_said(folders, name, allowed, said):
     lines: list[str] = []
-    model = load_weights(folders / name, ModelArguments(allow_missing_weights=allowed), lines.append)  # type: ignore[arg-type]
+    model = load_pretrained(folders / name, ModelArguments(allow_missing_weights=allowed), lines.append)  # type: ignore[arg-type]
     assert lines == [f"{folders / name} {line}" for line in said]
     assert model.config.model_type == "llama"
 
@@ -138,7 +138,7 @@ def test_what_starts_new_and_what_is_not_used_is_said(folders, name, allowed, sa
 )
 def test_missing_weights_are_an_error_that_lists_them(folders, name, message):
     with pytest.raises(InputError) as error:
-        load_weights(folders / name, ModelArguments(), lambda line: None)  # type: ignore[arg-type]
+        load_pretrained(folders / name, ModelArguments(), lambda line: None)  # type: ignore[arg-type]
     assert str(error.value).startswith(f"the model's files lack weights ({folders / name}): ")
     assert message in str(error.value)
 
@@ -147,8 +147,8 @@ def test_pickled_weights_are_loaded_only_if_asked_for(folders):
     with pytest.raises(
         InputError, match=r"cannot be loaded \(.*/pickled\): found .*no file named model.safetensors.*\. --allow_pickle"
     ):
-        load_weights(folders / "pickled", ModelArguments(), lambda line: None)  # type: ignore[arg-type]
-    model = load_weights(folders / "pickled", ModelArguments(allow_pickle_weights=True), lambda line: None)  # type: ignore[arg-type]
+        load_pretrained(folders / "pickled", ModelArguments(), lambda line: None)  # type: ignore[arg-type]
+    model = load_pretrained(folders / "pickled", ModelArguments(allow_pickle_weights=True), lambda line: None)  # type: ignore[arg-type]
     expected = load_file(folders / "llama" / "model.safetensors")["lm_head.weight"]
     assert torch.equal(model.lm_head.weight, expected)
 

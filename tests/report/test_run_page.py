@@ -20,7 +20,7 @@ from tests.support.launch import environment
 from ullage.cli.report import report
 from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError
-from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
+from ullage.report.run import LayoutSpan, differing_settings, read_run, run_figures, run_record, short_names
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.run.log_file import LOG, append, read_log
 from ullage.training.run.run_log import RunLog
@@ -155,7 +155,7 @@ def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
     other = read_run(ran.parent / "stopped")
     other.settings["learning_rate"] = 7.0
     runs = [read_run(ran), other]
-    assert names_of(runs) == ["a", "stopped"]
+    assert short_names(runs) == ["a", "stopped"]
     assert [name for name, _ in differing_settings(runs)] == ["learning_rate"]
     page = html.unescape(run_page(runs))
     assert page.count('class="k1 broken') == page.count('class="k0 broken') > 0  # one point alone is a dot

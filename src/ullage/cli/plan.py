@@ -361,20 +361,20 @@ class _Shown:
         console.print(f"Shortest at capacity {best.capacity:,}: {best.time:.3f} of the ideal time.")
 
     def _source(self) -> dict[str, Any]:
-        from ullage.report.figures import described
+        from ullage.report.figures import length_figures
 
         facts = {"name": self.name, "column": self.measured.column, "unit": self.measured.unit}
-        return {"source": facts | described(self.measured.lengths)}
+        return {"source": facts | length_figures(self.measured.lengths)}
 
     def _begun(self, ranks: int, slots: str, sync: str) -> Console:
         """The console, with the lines about the lengths and the ranks printed."""
         from rich.console import Console
 
         from ullage.core.display import counted
-        from ullage.report.figures import described
+        from ullage.report.figures import length_figures
 
         console = Console(highlight=False)
-        facts, measured = described(self.measured.lengths), self.measured
+        facts, measured = length_figures(self.measured.lengths), self.measured
         origin = self.name if measured.column is None else f"{self.name}, column {measured.column}"
         held = f"{counted(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
         between = f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}"

@@ -96,7 +96,7 @@ def lost_sequences(stats: Statistics) -> str:
     return ", ".join(parts)
 
 
-def described(lengths: object) -> dict[str, float | int]:
+def length_figures(lengths: object) -> dict[str, float | int]:
     """Lengths in six numbers: sequences, tokens, shortest, median, mean, longest."""
     array = np.asarray(lengths)
     if not len(array):

@@ -14,7 +14,7 @@ from ullage.core.units import prefix_of, rate, size
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
-from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
+from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, run_figures, short_names
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"
@@ -55,7 +55,7 @@ def run_page(runs: Sequence[Run]) -> str:
 
     Raises ``InputError`` without jinja2.
     """
-    run, names = runs[0], names_of(runs)
+    run, names = runs[0], short_names(runs)
     return render(
         "run.html",
         run=run,

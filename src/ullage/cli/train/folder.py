@@ -301,7 +301,7 @@ def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ..
 def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
     if record is None:
         return []
-    before, now = record["settings"], settings_of(command)
+    before, now = record["settings"], deciding_settings(command)
     changed = [name for name in now if name in before and before[name] != now[name]]
     # Other processes with the same global batch are the same run: only the product of the two decides its numbers.
     shared = ("per_device_train_batch_size", "world_size")
@@ -356,7 +356,7 @@ def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
 # The record
 
 
-def settings_of(command: TrainCommand) -> dict[str, Any]:
+def deciding_settings(command: TrainCommand) -> dict[str, Any]:
     """The settings that decide the numbers of a run, as they are written to JSON."""
     training = {name: getattr(command.training, name) for name in _DECIDING}
     # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
@@ -382,7 +382,7 @@ def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | 
     """Write down the settings, and the summary of a finished run; the file is replaced whole or stays as it was."""
     kept = {name: getattr(command.training, name) for name in _KEPT}
     record = {
-        "settings": settings_of(command),
+        "settings": deciding_settings(command),
         "kept": json.loads(json.dumps(kept, default=str)),
         "revisions": command.revisions,
         "summary": summary,

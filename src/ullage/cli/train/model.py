@@ -62,7 +62,7 @@ class Chosen:
 # Names
 
 
-def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Sequence[str]) -> Path:
+def find_or_fetch(command: TrainCommand, argument: str, name: str, kind: str, files: Sequence[str]) -> Path:
     """The file or folder that a name means, fetched if it is a repository's. Collective: if one rank fails, all raise.
 
     Args:
@@ -86,7 +86,7 @@ def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Se
     return path
 
 
-def told(command: TrainCommand, argument: str, name: str) -> str:
+def name_with_revision(command: TrainCommand, argument: str, name: str) -> str:
     """A name as it is printed: with the revision of what came from the cache or the hub."""
     repository, _, commit = command.revisions.get(argument, "").partition("@")
     return f"{repository}, revision {commit[:12]}" if commit and repository == name.partition("@")[0] else name
@@ -140,8 +140,8 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
     whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
     if not whole and not _is_new(name):
         weights = ["model*.safetensors"] + ["pytorch_model*.bin"] * command.model.allow_pickle_weights
-        model = locate(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
-        say(f"model: {told(command, 'model', name)}")
+        model = find_or_fetch(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
+        say(f"model: {name_with_revision(command, 'model', name)}")
         if not (model / "adapter_config.json").is_file():
             _config_from(model, command.model)  # before the tokenizer's reader speaks of it
     tokenizer, note = _tokenizer(command, model, checkpoint)
@@ -157,8 +157,8 @@ def _tokenizer(command: TrainCommand, model: Path | None, checkpoint: Path | Non
     if asked == BYTES and not Path(asked).exists():
         return byte_tokenizer(), "bytes"
     if asked is not None:
-        folder = locate(command, "tokenizer", asked, "tokenizer", [*_TEXTS, *["*.py"] * code])
-        return _read_tokenizer(folder, code), told(command, "tokenizer", asked)
+        folder = find_or_fetch(command, "tokenizer", asked, "tokenizer", [*_TEXTS, *["*.py"] * code])
+        return _read_tokenizer(folder, code), name_with_revision(command, "tokenizer", asked)
     if model is not None and _has_tokenizer(model):
         return _read_tokenizer(model, code), "the model's own"
     if model is None or not _has_weights(model):
@@ -200,7 +200,7 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
         model = _new(_config_from(checkpoint, arguments), arguments)
     elif found is not None and _has_weights(found):
         _refuse_dropout(arguments)
-        model = load_weights(found, arguments, say)
+        model = load_pretrained(found, arguments, say)
     else:
         config = _config(arguments, chosen)
         model = _drawn(lambda: _new(config, arguments))
@@ -208,7 +208,7 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     return model
 
 
-def load_weights(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
+def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
     """The causal language model in ``folder``, with its weights.
 
     A head that was not saved, because the folder is another kind of model's, starts new, and a line says so; so do

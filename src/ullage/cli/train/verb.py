@@ -60,7 +60,7 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of, samples_of
+    from ullage.cli.train.data import datasets_of, read_samples
     from ullage.cli.train.folder import (
         Situation,
         begin,
@@ -91,7 +91,7 @@ def _run(argv: list[str], first: bool) -> None:
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
     command.revisions.update(revisions_before(command, situation.checkpoint))
-    samples = samples_of(command, say)  # read before the weights, which may take minutes
+    samples = read_samples(command, say)  # read before the weights, which may take minutes
     tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
     training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
