@@ -8,11 +8,12 @@ import importlib
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from ullage.cli import VERBS
-from ullage.cli.train.help import FIRST, OTHERS, Option, options
+from ullage.cli.train.help import FIRST, OTHERS, default_of, help_of, metavar_of, sections
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 MARK = "<!-- Everything below is written by docs/site/list_options.py. -->\n"
@@ -27,7 +28,7 @@ def written() -> str:
 def _verb(verb: str) -> list[str]:
     title = [f"## ullage {verb}", VERBS[verb]]
     if verb == "train":
-        return [*title, *_train(options())]
+        return [*title, *_train(sections())]
     command = typer.main.get_command(importlib.import_module(f"ullage.cli.{verb}").app)
     context = typer.Context(command, info_name=verb)
     records = [(param.name, param.get_help_record(context)) for param in command.params]
@@ -35,23 +36,25 @@ def _verb(verb: str) -> list[str]:
     return [*title, "\n".join(_bullet(*record) for _, record in records if record is not None)]
 
 
-def _train(found: list[Option]) -> list[str]:
+def _train(found: dict[str, list[Any]]) -> list[str]:
     """The arguments of a first run by section, then the names of the others."""
     parts = []
-    for section in FIRST:
-        told = [one for one in found if one.section == section and one.first]
-        listed = [_bullet(f"--{one.name} {one.metavar}", _with_default(one)) for one in told]
+    for section, names in FIRST.items():
+        listed = [
+            _bullet(f"--{one.dest} {metavar_of(one)}", _with_default(one)) for one in found[section][: len(names)]
+        ]
         parts += [f"### {section}", "\n".join(listed)]
-    for section in [*FIRST, OTHERS]:
-        rest = [one.name for one in found if one.section == section and not one.first and not one.negates]
+    for section, actions in found.items():
+        rest = [one.dest for one in actions[len(FIRST.get(section, ())) :]]
         if rest:
             title = section if section == OTHERS else f"{section}: more"
             parts += [f"### {title}", _wrapped(", ".join(f"`--{name}`" for name in rest) + ".")]
     return parts
 
 
-def _with_default(one: Option) -> str:
-    return one.help if one.default is None else f"{one.help} [default: {one.default}]"
+def _with_default(one: Any) -> str:
+    default = default_of(one)
+    return help_of(one) if default is None else f"{help_of(one)} [default: {default}]"
 
 
 def _bullet(name: str, text: str) -> str:

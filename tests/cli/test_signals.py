@@ -38,10 +38,8 @@ def test_sigterm_to_one_rank_ends_both_with_a_checkpoint_and_the_same_command_go
     assert left.statuses == [143, 143], left.logs
     last = checkpoints_in(tmp_path / "run")[-1]
     assert last.name == "checkpoint-5"
-    line, page = left.logs[0].splitlines()[-2:]
-    assert page == f"report: {tmp_path / 'run' / 'report.html'}"
-    assert line.startswith(f"terminated at step 5 of 8; {last} is whole; continue with: torchrun ")
-    assert " --standalone --nproc_per_node 2 -m ullage train " in line
+    line = left.logs[0].splitlines()[-1]
+    assert line.startswith(f"terminated at step 5 of 8; {last} is whole; continue with the same command")
     assert not [*(tmp_path / "run").glob("_*")]  # nothing that was being written is left
     assert "Traceback" not in "".join(left.logs)
     again = server.run(2, train=given)

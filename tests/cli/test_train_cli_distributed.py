@@ -40,7 +40,7 @@ def two(tmp_path_factory):
     rows = [{"text": f"{i} " + "abc " * (i % 19 + 1)} for i in range(64)]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
-    arguments = ["--data", "a.jsonl", "--eval_data", "b.jsonl", "--hidden_size", 16, "--learning_rate", 0.02]
+    arguments = ["--data", "a.jsonl", "--eval_data", "b.jsonl", "--model", "lstm-16", "--learning_rate", 0.02]
     arguments += ["--logging_steps", 1, "--save_steps", 3]
     done = ullage_train(2, folder, *arguments, "--per_device_train_batch_size", 4, "--output_dir", "two")
     return folder, arguments, done

@@ -11,7 +11,7 @@ from tests.support.launch import torchrun
 from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError
 
-TINY = ["--hidden_size", "16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
+TINY = ["--model", "lstm-16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
 
 
 def chat(i: int) -> dict:
@@ -39,7 +39,7 @@ def write(path: Path, make, number: int = 60) -> Path:
 def told(capsys, *arguments: object) -> dict:
     """What a dry run says as JSON."""
     capsys.readouterr()
-    _run([*map(str, arguments), *TINY, "--dry_run", "--json"], first=True)
+    _run([*TINY, *map(str, arguments), "--dry_run", "--json"], first=True)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -76,14 +76,14 @@ def test_a_dry_run_tells_what_a_run_would_be_and_writes_nothing(tmp_path, monkey
 def test_a_dry_run_looks_for_a_capacity_and_says_what_the_folder_holds(tmp_path, capsys):
     data = write(tmp_path / "a.jsonl", text)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("")
+    (tmp_path / "out" / "model.safetensors").write_text("")
     before = files(tmp_path)
     options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1"]
     found = told(capsys, *options, "--packing_capacity", "auto")
     # A step of 8 sequences of 8 tokens at most fits into one row.
     assert found["plan"]["capacity"] == 64
     assert found["plan"]["rows_per_rank"] == 1
-    assert found["notes"][0].startswith("a run would be refused: the output folder holds other files, and no run")
+    assert found["notes"][0].startswith("a run would be refused: the output folder holds a model or checkpoints")
     assert files(tmp_path) == before
 
 

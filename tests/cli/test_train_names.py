@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
-from ullage.cli.train.model import locate, told
+from ullage.cli.train.model import find_or_fetch, name_with_revision
 from ullage.core.errors import InputError
 
 MODEL = {
@@ -49,7 +49,7 @@ def online(cache, monkeypatch):
 
 def found(name: str, kind: str = "model", **revisions: str) -> tuple[Path, Any]:
     command: Any = SimpleNamespace(revisions=revisions)
-    return locate(command, kind, name, kind, FILES), command
+    return find_or_fetch(command, kind, name, kind, FILES), command
 
 
 def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(cache, online):
@@ -59,10 +59,14 @@ def test_what_lies_here_wins_and_a_commit_that_is_in_the_cache_is_not_asked_for(
         for name, before in ((f"org/tiny@{COMMIT}", {}), ("org/tiny", {"model": f"org/tiny@{COMMIT}"})):
             path, command = found(name, **before)
             assert (path, command.revisions) == (snapshot, {"model": f"org/tiny@{COMMIT}"})
-            assert told(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
+            assert name_with_revision(command, "model", "org/tiny") == "org/tiny, revision 0123456789ab"
         Path("org/tiny").mkdir(parents=True)
         path, command = found("org/tiny")
-        assert (path, command.revisions, told(command, "model", "org/tiny")) == (Path("org/tiny"), {}, "org/tiny")
+        assert (path, command.revisions, name_with_revision(command, "model", "org/tiny")) == (
+            Path("org/tiny"),
+            {},
+            "org/tiny",
+        )
         assert seen == []
 
 
@@ -101,26 +105,3 @@ def test_a_machine_without_a_network_says_so_at_once_or_takes_what_the_cache_hol
     for name in ("org/near", "org/near@v1", f"org/near@{COMMIT}"):
         assert found(name)[0] == snapshot
     assert time.monotonic() - begun < 10
-
-
-def test_a_name_that_is_nearly_one_of_here_is_never_sent_to_the_hub(cache, online):
-    Path("data").mkdir()
-    for path in ("t.jsonl", "data/texts"):
-        Path(path).write_text("")
-    with hub_of({}) as (address, seen):
-        online(address)
-        for kind, name, near in (
-            ("dataset", "t.jsnl", "t.jsonl"),
-            ("dataset", "data/text", "data/texts"),
-            ("model", "lsmt", "lstm"),
-            ("model", "lama-64x2", "llama"),
-            ("model", "llama-64x2x9", "llama"),
-        ):
-            with pytest.raises(
-                InputError, match=rf"^unknown {kind} '{name}'\. Did you mean {near}\? The hub's is {name}@"
-            ):
-                found(name, kind)
-        assert seen == []
-        with pytest.raises(InputError, match="Repository Not Found"):
-            found("lsmt@main")
-        assert seen

@@ -86,6 +86,9 @@ def test_an_object_is_one_line_and_a_drawing_that_needs_nothing(line):
     value = objects()[line]
     assert repr(value) == line
     drawn = value._repr_html_()
+    assert (drawn is None) == (not isinstance(value, (Layout, RaggedBatch, Plan)))  # a notebook prints the line then
+    if drawn is None:
+        return
     shape = Shape(drawn)
     assert "script" not in shape.seen
     # The text is there for what takes styles out, and nothing changes from one run to the next.
@@ -240,7 +243,7 @@ def test_the_page_of_a_checkpoint(tmp_path):
 @needs_chromium
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_lays_drawings_out(tmp_path, width):
-    values = [Layout([3, 5, 0, 9], 4), batch(5, 1, 9), plan(), checkpoint(), plan().statistics()]
+    values = [Layout([3, 5, 0, 9], 4), batch(5, 1, 9), plan(), checkpoint()]
     page = tmp_path / "notebook.html"
     page.write_text(
         "<!doctype html><body style='background: white'>"

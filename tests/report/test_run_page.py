@@ -20,7 +20,7 @@ from tests.support.launch import environment
 from ullage.cli.report import report
 from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError
-from ullage.report.run import LayoutSpan, differing_settings, names_of, read_run, run_figures, run_record
+from ullage.report.run import LayoutSpan, differing_settings, read_run, run_figures, run_record, short_names
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.run.log_file import LOG, append, read_log
 from ullage.training.run.run_log import RunLog
@@ -38,7 +38,7 @@ def ran(tmp_path_factory) -> Path:
     draw = random.Random(0)
     rows = [{"text": f"{i} " + "abc " * draw.randint(1, 20)} for i in range(40)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--hidden_size", 16, "--use_cpu"]
+    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--model", "lstm-16", "--use_cpu"]
     arguments += ["--per_device_train_batch_size", 4, "--packing_capacity", 128, "--logging_steps", 1]
     arguments += [
         "--save_steps",
@@ -155,7 +155,7 @@ def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
     other = read_run(ran.parent / "stopped")
     other.settings["learning_rate"] = 7.0
     runs = [read_run(ran), other]
-    assert names_of(runs) == ["a", "stopped"]
+    assert short_names(runs) == ["a", "stopped"]
     assert [name for name, _ in differing_settings(runs)] == ["learning_rate"]
     page = html.unescape(run_page(runs))
     assert page.count('class="k1 broken') == page.count('class="k0 broken') > 0  # one point alone is a dot
@@ -372,8 +372,8 @@ def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
         ran.parent / "texts.jsonl",
         "--output_dir",
         folder,
-        "--hidden_size",
-        16,
+        "--model",
+        "lstm-16",
         "--use_cpu",
     ]
     arguments += ["--per_device_train_batch_size", 2, "--packing_capacity", 128, "--logging_steps", 1, "--max_steps", 5]

@@ -13,7 +13,7 @@ from tests.support import own_losses, packing_script
 from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
-from ullage.cli.train.folder import settings_of
+from ullage.cli.train.folder import deciding_settings
 from ullage.engines.fsdp.trained import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
@@ -313,7 +313,7 @@ def test_ranks_and_records_compare_it_and_sharded_models_refuse_it(tmp_path):
     assert describe_arguments(arguments)["packing_loss_weighting"] == "sequence"
     with pytest.raises(InputError, match=r"packing_loss_weighting is not supported over ullage\.engines\.fsdp"):
         require_supported(arguments)
-    assert "packing_loss_weighting" in settings_of.__globals__["_DECIDING"]
+    assert "packing_loss_weighting" in deciding_settings.__globals__["_DECIDING"]
 
 
 @pytest.mark.slow

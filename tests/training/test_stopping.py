@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from tests.support.story import Samples
 from ullage.cli.train.process import path_of_environment
-from ullage.cli.train.verb import _command
 from ullage.core.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, StopOnSignal, Trainer
@@ -115,19 +114,6 @@ def test_transformers_own_way_of_saving_at_sigterm_stands_alone(tmp_path):
         StopOnSignal(trainer, signals=[signal.SIGINT])
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_the_command_to_continue_meets_at_a_free_port(monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    argv = ["--zero", "2", "--stop_at_step", "4"]
-    assert _command(argv) == "torchrun --standalone --nproc_per_node 2 -m ullage train --zero 2"
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
-    assert _command(argv) == "torchrun --nnodes 4 --nproc_per_node 2 -m ullage train --zero 2"
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert _command(argv) == "ullage train --zero 2"
 
 
 def test_a_virtual_environment_s_ninja_comes_before_the_system_s(monkeypatch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,9 +15,13 @@ import typer
 from ullage.core.errors import InputError, UllageError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ullage.core.layout import Int64
     from ullage.datasets.files import Measured
-    from ullage.report.figures import PlannedStep, StepTotals
+    from ullage.planning import Plan
+    from ullage.report.figures import Padded, PlannedStep, StepTotals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,24 +29,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 DEFAULT_N = 512
 
 
-def _workloads(incomplete: str) -> list[str]:
-    """Names to complete; none for nothing, so that the shell offers files."""
-    from ullage.datasets.lengths import WORKLOADS
-
-    return [name for name in (*WORKLOADS, "docstrings") if incomplete and name.startswith(incomplete)]
-
-
-def _strategies(incomplete: str) -> list[str]:
-    from ullage.planning import strategy_names
-
-    return [name for name in strategy_names() if name.startswith(incomplete)]
-
-
 _Lengths = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        autocompletion=_workloads,
         help="A file (.npy, .csv, .tsv, .txt, .json, .jsonl, .parquet, .arrow), a pattern or folder of these, a mock "
         "distribution (JSON, inline or a .json file), the name of a workload (megatron, chat, bimodal, uniform, "
         "pareto, code), docstrings, or - for standard input.",
@@ -49,9 +40,7 @@ _Lengths = Annotated[
 ]
 _Strategy = Annotated[
     str,
-    typer.Option(
-        metavar="NAME", autocompletion=_strategies, help="How to plan: balanced, next_fit, or any that is installed."
-    ),
+    typer.Option(metavar="NAME", help="How to plan: balanced, next_fit, or any that is installed."),
 ]
 _Sync = Annotated[
     Literal["microbatch", "step"], typer.Option(help="When ranks wait for one another: FSDP and ZeRO-3, or DDP.")
@@ -136,7 +125,6 @@ def plan(
     Prints the figures of the plan beside those of arrival order (next_fit), of padded batches, what no plan can beat,
     and the ideal. With several capacities, or several steps, prints a row for each capacity.
     """
-    from ullage.cli.plan_shown import PlanShown
     from ullage.report.figures import cut, planned
 
     name, measured, suggested = _measured(lengths, n, seed, column, tokenizer)
@@ -154,7 +142,7 @@ def plan(
     settings |= {"cost": _cost(linear, quadratic, model)}
     settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
     batches = list(cut(measured.lengths, global_batch_size, steps))
-    shown = PlanShown(name, measured, as_json)
+    shown = _Shown(name, measured, as_json)
     if len(capacities) == len(batches) == 1:
         step = planned(batches[0], strategy, settings | {"capacity": capacities[0]})
         written = _write(step, outputs, name, lengths)
@@ -302,3 +290,179 @@ def _write(step: PlannedStep, outputs: dict[str, Path], name: str, source: str) 
         "plan": lambda file: file.write(step.plan.to_json()),
     }
     return [write_output(kind, path, fill[kind], [source]) for kind, path in outputs.items()]
+
+
+# What is printed.
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is printed: the figures of a step, or a row per capacity, as a table or, for a machine, as JSON.
+
+    ``name``: of what was planned. ``measured``: its lengths.
+    """
+
+    name: str
+    measured: Measured
+    as_json: bool
+
+    def step(self, step: PlannedStep) -> None:
+        """The figures of one step."""
+        if self.as_json:
+            typer.echo(json.dumps(self._source() | _record(step), indent=2))
+            return
+        from ullage.report.figures import figures, lost_sequences, reference_name
+
+        plan, reference, padded = step.plan, step.reference, step.padded
+        console = self._begun(plan.ranks, f"{plan.capacity:,}", plan.sync)
+        if lost := lost_sequences(plan.statistics()):
+            console.print(lost, markup=False, soft_wrap=True)
+        columns = [plan.strategy, *([] if reference is None else [reference_name(reference)])]
+        table = _table(["", *columns, *([] if padded is None else ["padded"]), "lower bound", "ideal"])
+        cells_of_padded = _cells(padded) if padded is not None else {}
+        for figure in figures(plan, reference):
+            cells = [figure.plan, *([figure.reference] if reference is not None else [])]
+            cells += [cells_of_padded.get(figure.name, "–")] if padded is not None else []
+            table.add_row(figure.name, *cells, figure.bound, figure.ideal)
+        console.print(_unbroken(table), crop=False)
+        console.print(_compared(step), soft_wrap=True)
+
+    def sweep(self, rows: Iterable[tuple[int, StepTotals | UllageError]], settings: dict[str, Any]) -> None:
+        """A row for each capacity: all steps in sum, or why that capacity cannot hold them."""
+        found = list(rows)
+        if self.as_json:
+            told = {"ranks": settings["ranks"], "sync": settings["sync"]}
+            listed = [
+                {"capacity": capacity, "error": str(row)} if isinstance(row, UllageError) else dataclasses.asdict(row)
+                for capacity, row in found
+            ]
+            typer.echo(json.dumps(self._source() | told | {"capacities": listed}, indent=2))
+            return
+        sums = [row for _, row in found if not isinstance(row, UllageError)]
+        several = max(row.num_steps for row in sums) > 1
+        capacities = f"{found[0][0]:,}" if len(found) == 1 else "each capacity's"
+        console = self._begun(settings["ranks"], capacities, settings["sync"])
+        if several:
+            console.print(
+                f"{sums[0].num_steps:,} steps in sum; times are in ideal steps, of the worst one too", soft_wrap=True
+            )
+        worst = ["worst"] if several else []
+        table = _table(["capacity", "microbatches", "bound", "ullage", "time", *worst, "next_fit", "padded"])
+        for capacity, row in found:
+            if isinstance(row, UllageError):
+                table.add_row(f"{capacity:,}", "–")
+                continue
+            cells = [f"{row.num_microbatches:,}", f"{row.lower_bound:,}", f"{100 * row.ullage:.2f} %", _time(row.time)]
+            cells += [_time(row.worst_time)] if several else []
+            table.add_row(f"{capacity:,}", *cells, _time(row.next_fit_time), _time(row.padded_time))
+        console.print(_unbroken(table), crop=False)
+        for capacity, row in found:
+            if isinstance(row, UllageError):
+                console.print(f"{capacity:,}: {row}", markup=False, soft_wrap=True)
+        best = min(sums, key=lambda row: (row.time, row.capacity))
+        console.print(f"Shortest at capacity {best.capacity:,}: {best.time:.3f} of the ideal time.")
+
+    def _source(self) -> dict[str, Any]:
+        from ullage.report.figures import length_figures
+
+        facts = {"name": self.name, "column": self.measured.column, "unit": self.measured.unit}
+        return {"source": facts | length_figures(self.measured.lengths)}
+
+    def _begun(self, ranks: int, slots: str, sync: str) -> Console:
+        """The console, with the lines about the lengths and the ranks printed."""
+        from rich.console import Console
+
+        from ullage.core.display import counted
+        from ullage.report.figures import length_figures
+
+        console = Console(highlight=False)
+        facts, measured = length_figures(self.measured.lengths), self.measured
+        origin = self.name if measured.column is None else f"{self.name}, column {measured.column}"
+        held = f"{counted(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
+        between = f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}"
+        meets = "every microbatch" if sync == "microbatch" else "once a step"
+        console.print(f"{origin}: {held}, {between}", markup=False, soft_wrap=True)
+        together = f"; they meet {meets}" if ranks > 1 else ""
+        console.print(f"{counted(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
+        return console
+
+
+def _table(titles: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="right" if place or title else "left")
+    return table
+
+
+def _unbroken(table: Table) -> Table:
+    """The table, whose names may be broken between words where there is no room, and no number."""
+    for place, column in enumerate(table.columns):
+        heading, cells = str(column.header), list(map(str, column.cells))
+        numbers = cells if place or heading else " ".join(cells).split()
+        # A heading such as "next_fit, degree 8" is broken into its words.
+        column.min_width = max(map(len, [*heading.split(), *numbers]), default=0)
+    return table
+
+
+def _time(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _cells(padded: Padded) -> dict[str, str]:
+    """The figures of padded batches by the names of the table's lines."""
+    return {
+        "microbatches per rank": f"{padded.num_microbatches:,}",
+        "ullage": f"{100 * padded.ullage:.2f} %",
+        "rank imbalance": f"{padded.rank_imbalance:.3f}",
+        "critical path": f"{padded.critical_path:.3f}",
+    }
+
+
+def _compared(step: PlannedStep) -> str:
+    """The time of the step beside next_fit's and that of padded batches, in one sentence; empty without any."""
+    from ullage.report.figures import step_time
+
+    time, parts = step_time(step.plan), []
+    if step.reference is not None:
+        parts.append(f"{100 * time / step_time(step.reference):.1f} % of next_fit's time")
+    if step.padded is not None and step.padded_time:
+        padding = f"{100 * step.padded.padding_computed:.1f} % padding"
+        parts.append(f"{100 * time / step.padded_time:.1f} % of padded batches' ({padding})")
+    return f"The step takes {' and '.join(parts)}." if parts else ""
+
+
+def _record(step: PlannedStep) -> dict[str, Any]:
+    """The figures of one step as plain data."""
+    from ullage.report.figures import bound_ullage, ideal_microbatches, step_time
+
+    def numbers(one: Plan) -> dict[str, Any]:
+        return {"strategy": one.strategy, "step_time": step_time(one), **dataclasses.asdict(one.statistics())}
+
+    plan, stats = step.plan, step.plan.statistics()
+    ideal = {
+        "num_microbatches": ideal_microbatches(plan, stats),
+        "ullage": 0.0,
+        "rank_imbalance": 1.0,
+        "critical_path": 1.0,
+    }
+    bound = {
+        "num_microbatches": stats.lower_bound,
+        "ullage": bound_ullage(plan, stats),
+        "rank_imbalance": stats.rank_imbalance_bound,
+        "critical_path": stats.critical_path_bound,
+    }
+    padded = None if step.padded is None else {"step_time": step.padded_time, **dataclasses.asdict(step.padded)}
+    return {
+        "ranks": plan.ranks,
+        "capacity": plan.capacity,
+        "pad_to_multiple_of": plan.pad_to_multiple_of,
+        "sync": plan.sync,
+        "plan": numbers(plan),
+        "next_fit": None if step.reference is None else numbers(step.reference),
+        "padded": padded,
+        "lower_bound": bound,
+        "ideal": ideal,
+    }

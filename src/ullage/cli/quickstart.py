@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -72,9 +71,6 @@ def quickstart(
     ),
     steps: Annotated[int, typer.Option(min=8, help="Optimizer steps of the run.")] = 48,
     model: Annotated[str, typer.Option(help="As for ullage train.")] = "llama-128x2",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite_output_dir", "--overwrite-output-dir", help="Start over.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The comparison as one line of JSON on stdout.")] = False,
 ) -> None:
     """Train packed on two processes, stop, convert, and go on with other processes and ZeRO stages.
@@ -84,8 +80,6 @@ def quickstart(
     from ullage.report.run import read_run
 
     _require_surroundings(output_dir)
-    if overwrite:
-        _remove(output_dir)
     commands = _Commands(output_dir, steps, model, quiet=as_json)
     try:
         commands.run()
@@ -111,14 +105,6 @@ def _require_surroundings(folder: Path) -> None:
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError("the folder cannot be written", where=str(above), hint="give another --output_dir")
-
-
-def _remove(folder: Path) -> None:
-    """Remove the files of an earlier quickstart, and nothing else."""
-    for name in ("padded", "whole", "run"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("plan.html", "quickstart.html"):
-        (folder / name).unlink(missing_ok=True)
 
 
 class _Commands:
@@ -215,7 +201,7 @@ def _run(command: Sequence[str], stdout: Any) -> None:
             where=shlex.join(command),
             expected="exit status 0",
             found=status,
-            hint="the same quickstart goes on from here; --overwrite_output_dir starts over",
+            hint="the same quickstart goes on from here; without its folder it starts over",
         )
 
 

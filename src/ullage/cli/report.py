@@ -61,14 +61,14 @@ def show(runs: Sequence[Run]) -> None:
     from rich.table import Table
 
     from ullage.report.curves import sparkline
-    from ullage.report.run import differing_settings, names_of, run_figures
+    from ullage.report.run import differing_settings, run_figures, short_names
 
     console = Console(highlight=False)
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    run, names = runs[0], names_of(runs)
+    run, names = runs[0], short_names(runs)
     for each in runs:
         say(f"{each.folder}: {each.progress}{_on(each)}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

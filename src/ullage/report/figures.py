@@ -18,8 +18,8 @@ from ullage.core.display import counted
 from ullage.core.layout import Int64
 from ullage.planning import Plan, Statistics
 from ullage.planning import plan as make_plan
-from ullage.planning.placement import free_degrees, slots_of
-from ullage.planning.planner import at_least_degree
+from ullage.planning.placement import slots_of
+from ullage.planning.planner import arrival_order
 
 
 class Figure(NamedTuple):
@@ -96,7 +96,7 @@ def lost_sequences(stats: Statistics) -> str:
     return ", ".join(parts)
 
 
-def described(lengths: object) -> dict[str, float | int]:
+def length_figures(lengths: object) -> dict[str, float | int]:
     """Lengths in six numbers: sequences, tokens, shortest, median, mean, longest."""
     array = np.asarray(lengths)
     if not len(array):
@@ -155,11 +155,9 @@ class StepTotals:
 
 
 def planned(lengths: Int64, strategy: str, settings: dict[str, Any]) -> PlannedStep:
-    """One step of ``lengths``. ``settings``: of ``ullage.plan``, among them ``context_parallel`` and its least."""
+    """One step of ``lengths``. ``settings``: of ``ullage.plan``."""
     step = make_plan(lengths, strategy=strategy, **settings)
-    if not step.num_microbatches:
-        return PlannedStep(step, None, None)
-    return PlannedStep(step, None if strategy == "next_fit" else _reference(step, lengths, settings), padded(step))
+    return PlannedStep(step, arrival_order(step), padded(step) if step.num_microbatches else None)
 
 
 def cut(lengths: Int64, global_batch_size: int | None, steps: int | None) -> Iterator[Int64]:
@@ -201,18 +199,6 @@ def _mean(times: Sequence[float | None], work: Sequence[int]) -> float | None:
             return None
         total, held = total + time * weight, held + weight
     return total / held if held else None
-
-
-def _reference(step: Plan, lengths: Int64, settings: dict[str, Any]) -> Plan | None:
-    """Arrival order, with the least fixed degree that holds what the plan holds."""
-    if settings["context_parallel"] != "auto":
-        return make_plan(lengths, strategy="next_fit", **settings)
-    # ``next_fit`` has one degree for all microbatches: with "auto", the smallest at which it can hold every sequence.
-    degrees = free_degrees(step.ranks, settings["min_context_parallel"])
-    # The lengths of the plan are truncated already, so anything oversize here means a larger degree is needed.
-    others: dict[str, Any] = {name: value for name, value in settings.items() if name != "context_parallel"}
-    others["oversize"] = "error"
-    return at_least_degree(step.lengths, degrees, **others)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Small drawings for notebooks: a plan, a layout, a batch, a checkpoint, and the figures of a result.
+"""Small drawings for notebooks: a plan, a layout, a batch, a checkpoint.
 
 A drawing is the object's own line, bars, and a table. It is the same HTML in every notebook: colours follow the theme
 of Jupyter, VS Code or Colab, and where styles are taken out (as forges do that show notebooks) the text is left.
@@ -7,7 +7,6 @@ Everything is bounded: of a large object the first part is drawn, and a line say
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ullage.core.units import size
 from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.figures import figures, reference_name
-from ullage.report.page import NUM_COLOURS, Box, Row, percent, render
+from ullage.report.page import NUM_COLOURS, Box, Row, render
 from ullage.report.plan import memory_drawing, plan_page
 
 if TYPE_CHECKING:
@@ -137,8 +136,9 @@ def _batch(batch: RaggedBatch) -> Inline:
     for name in batch.names:
         dtype, shape = str(batch[name].dtype).removeprefix("torch."), str(list(batch[name].shape))
         table.append([name, dtype, shape, "sequence" if name in batch.per_sequence else "token"])
-    table, note = _bounded(table, "fields")
-    return Inline([_buffer(batch.layout, "sequences")] if batch.layout.size else (), table, note)
+    left = len(table) - 1 - _LINES
+    note = f"{left:,} more fields." if left > 0 else ""
+    return Inline([_buffer(batch.layout, "sequences")] if batch.layout.size else (), table[: _LINES + 1], note)
 
 
 def _inventory(inventory: Inventory) -> Inline:
@@ -155,48 +155,10 @@ def _inventory(inventory: Inventory) -> Inline:
     return Inline(bars, table, f"{left:,} more." if left > 0 else "")
 
 
-def _record(result: Any) -> Inline:
-    """The fields of a result that say something, one per line."""
-    table = [["", "value"]]
-    for field in dataclasses.fields(result):
-        value = getattr(result, field.name)
-        if isinstance(value, (list, tuple)):
-            table += [[field.name if not k else "", str(each)] for k, each in enumerate(value)]
-        elif value not in (None, ""):
-            table.append([field.name.replace("_", " "), _said(field.name, value)])
-    table, note = _bounded(table, "lines", 2 * _LINES)
-    return Inline((), table, note)
-
-
-def _audit(audit: Any) -> Inline:
-    table = [["check", "difference", "limit", "passed"]]
-    table += [[c.name, f"{c.value:.1e}", f"{c.limit:.0e}", "yes" if c.passed else "no"] for c in audit.checks]
-    table, note = _bounded(table, "checks", 2 * _LINES)
-    return Inline((), table if audit.checks else (), note)
-
-
-def _said(name: str, value: Any) -> str:
-    if name == "ullage":
-        return percent(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _bounded(table: list[list[str]], things: str, most: int = _LINES) -> tuple[list[list[str]], str]:
-    left = len(table) - 1 - most
-    return (table[: most + 1], f"{left:,} more {things}.") if left > 0 else (table, "")
-
-
 #: By the name of a class, for itself and those made of it: nothing here loads torch.
 _DRAWERS: dict[str, Callable[[Any], Inline]] = {
     "Plan": _plan,
     "Layout": _layout,
     "RaggedBatch": _batch,
     "Inventory": _inventory,
-    "Audit": _audit,
-    "Statistics": _record,
-    "Report": _record,
-    "PackReport": _record,
-    "Differences": _record,
 }

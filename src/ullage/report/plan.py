@@ -25,7 +25,7 @@ from ullage.core.errors import listed
 from ullage.core.layout import Int64
 from ullage.planning import Plan
 from ullage.report.curves import round_numbers, tick_texts
-from ullage.report.figures import described, figures, lost_sequences, reference_name
+from ullage.report.figures import figures, length_figures, lost_sequences, reference_name
 from ullage.report.page import Box, Row, percent, render
 
 #: Blocks, ranks and microbatches of one drawing at the most.
@@ -79,7 +79,7 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         stats=stats,
         source=source,
         lost=lost_sequences(stats),
-        described=described(plan.original_lengths),
+        described=length_figures(plan.original_lengths),
         figures=figures(plan, reference),
         reference=reference,
         reference_name="" if reference is None else reference_name(reference),

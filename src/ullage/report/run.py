@@ -381,7 +381,7 @@ def _setting(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def short_names(runs: Sequence[Run]) -> list[str]:
     """A short name of each run's folder; that of its parents before it as far as they are needed to tell runs apart."""
     parts = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):

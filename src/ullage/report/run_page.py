@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ullage.core.display import counted, write_page
-from ullage.core.errors import UllageError
 from ullage.core.units import prefix_of, rate, size
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
-from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, names_of, run_figures
+from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, run_figures, short_names
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"
@@ -56,7 +55,7 @@ def run_page(runs: Sequence[Run]) -> str:
 
     Raises ``InputError`` without jinja2.
     """
-    run, names = runs[0], names_of(runs)
+    run, names = runs[0], short_names(runs)
     return render(
         "run.html",
         run=run,
@@ -167,7 +166,7 @@ def _checkpoints(run: Run) -> list[tuple[str, str, str, str]]:
     rows = []
     for path in run.checkpoints[-_MOST_CHECKPOINTS:]:
         span = run.span_of(_step(path))
-        layout = span.layout if span is not None else _written_by(path)
+        layout = "" if span is None else span.layout
         rows.append((f"{_step(path):,}", layout, size(_num_bytes(path)), "damaged" if is_damaged(path) else "whole"))
     return rows
 
@@ -175,16 +174,3 @@ def _checkpoints(run: Run) -> list[tuple[str, str, str, str]]:
 def _num_bytes(folder: Path) -> int:
     files = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def _written_by(checkpoint: Path) -> str:
-    """The layout that wrote a checkpoint, by its own files, where no log tells it; empty if they do not either."""
-    from ullage.checkpoint import read
-
-    if not (checkpoint / "latest").is_file():  # not of DeepSpeed's: its files do not tell the processes
-        return ""
-    try:
-        written = read(checkpoint).written_by
-    except UllageError:
-        return ""
-    return f"{written.dp} process{'es' if written.dp != 1 else ''}, ZeRO {written.stage}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.model import locate, told
+from ullage.cli.train.model import find_or_fetch, name_with_revision
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.core.errors import InputError
@@ -52,7 +52,7 @@ class TakenSamples:
     numbers: Sequence[int] | None = None
 
 
-def samples_of(command: TrainCommand, say: Voice) -> tuple[TakenSamples, TakenSamples]:
+def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, TakenSamples]:
     """The samples to train on and those to evaluate on, which may be none, as they are read.
 
     Raises ``InputError`` for data that cannot be read, and where the best model is to be chosen by nothing.
@@ -134,7 +134,7 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
             raise InputError("there is no split of the docstrings", where="--data", expected="a name", found="none")
         return TakenSamples(docstrings(), "texts", DOCSTRINGS)
     local = _local(command, argument, sources)
-    name = ", ".join(told(command, argument, source) for source in sources)
+    name = ", ".join(name_with_revision(command, argument, source) for source in sources)
     table = read_table(local, data.data_config, split)
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
     rows = chats_of(table, data.text_column, name)
@@ -161,7 +161,9 @@ def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any
     is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
     if is_here or len(sources) > 1 or Path(sources[0].partition("@")[0]).suffix.lower() in ENDINGS:
         return list(sources)
-    return [locate(command, argument, sources[0], "dataset", ["README.md", *(f"*{ending}" for ending in ENDINGS)])]
+    return [
+        find_or_fetch(command, argument, sources[0], "dataset", ["README.md", *(f"*{ending}" for ending in ENDINGS)])
+    ]
 
 
 def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> TokenDataset:

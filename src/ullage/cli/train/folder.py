@@ -20,13 +20,12 @@ from typing import Any
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import TrainCommand
-from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError, listed
+from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError
 from ullage.core.replacing import replacing
 from ullage.ranks.world import agreement, is_first_of_machine
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
     checkpoints_in,
-    is_unfinished,
     put_back,
     remove_unfinished,
     require_checkpoint,
@@ -79,21 +78,6 @@ _KEPT = (
 )
 _ALLOWED = ("allow_missing_weights", "allow_pickle_weights", "trust_remote_code")
 _LAST = ("true", "last")
-#: Endings of files, and names of folders, that schedulers, launchers and trackers put into an output folder.
-_BESIDE = (".log", ".out", ".err", ".yaml", ".yml", ".sh", "log", "logs", "runs", "wandb", "trackio", "mlruns")
-
-#: Settings that are printed where a run continues without those that it began with.
-_TOLD_SETTINGS = (
-    "data",
-    "max_length",
-    "packing_capacity",
-    "learning_rate",
-    "lr_scheduler_type",
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "seed",
-)
 
 
 @dataclass(frozen=True)
@@ -183,7 +167,7 @@ def _look_at(command: TrainCommand) -> Situation:
     if command.output.overwrite_output_dir:
         return Situation()
     if record is None:
-        _refuse_others(folder, checkpoints)
+        _refuse_models(folder, checkpoints)
         return Situation()
     changed = _changed(record, command)
     if changed:
@@ -287,10 +271,19 @@ def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ..
     """What a call changes of the run that it continues, and what it decides where nobody knows that run's settings.
 
     Raises ``InputError`` where these are not known and the call names no data: it would train on the default ones.
+    Raises ``CheckpointError`` where the call names another model.
     """
     record = read_record(checkpoint.parent)
     if record is not None:
         changed = _changed(record, command)
+        model = [each for each in changed if each.split()[0] in ("model", "dropout")]
+        if model:  # the checkpoint's config decides, so that these would mean nothing
+            raise CheckpointError(
+                "the checkpoint holds another model",
+                where=str(checkpoint),
+                found=", ".join(model),
+                hint="leave out the model arguments to continue with the checkpoint's own",
+            )
         return (f"continues with changed settings: {', '.join(changed)}",) if changed else ()
     missing = checkpoint.parent / RECORD
     if "data" not in command.given:
@@ -302,15 +295,13 @@ def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ..
             hint="give the arguments of the first call again, at least --data, --learning_rate, --packing_capacity "
             "and the number of steps; without --data a run trains on the docstrings of Python's standard library",
         )
-    settings = settings_of(command)
-    taken = ", ".join(f"{name} {settings[name]}" for name in _TOLD_SETTINGS)
-    return (f"the settings of the run before are not known ({missing}); this call's are taken: {taken}",)
+    return (f"the settings of the run before are not known ({missing}); this call's are taken",)
 
 
 def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
     if record is None:
         return []
-    before, now = record["settings"], settings_of(command)
+    before, now = record["settings"], deciding_settings(command)
     changed = [name for name in now if name in before and before[name] != now[name]]
     # Other processes with the same global batch are the same run: only the product of the two decides its numbers.
     shared = ("per_device_train_batch_size", "world_size")
@@ -322,8 +313,8 @@ def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
     return [f"{name} {before[name]} there, {now[name]} here" for name in changed]
 
 
-def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
-    """A folder that some other program trained into is not ours to write over, nor one of somebody's other files."""
+def _refuse_models(folder: Path, checkpoints: list[Path]) -> None:
+    """Raise ``InputError`` for a folder that some other program trained into: it is not ours to write over."""
     names = [path.name for path in checkpoints]
     names += [name for name in ("config.json", *WEIGHT_FILES) if (folder / name).exists()]
     if names:
@@ -334,24 +325,6 @@ def _refuse_others(folder: Path, checkpoints: list[Path]) -> None:
             hint="continue with --resume_from_checkpoint and the arguments of that run, start over with "
             "--overwrite_output_dir, or give another --output_dir",
         )
-    others = sorted(path.name for path in folder.iterdir() if not _belongs_to_run(path)) if folder.is_dir() else []
-    if others:
-        raise InputError(
-            "the output folder holds other files, and no run",
-            where=str(folder),
-            expected="an empty folder, or none",
-            found=listed(others, 4),
-            hint="give another --output_dir; --overwrite_output_dir writes between these files and deletes none",
-        )
-
-
-def _belongs_to_run(path: Path) -> bool:
-    """Whether a file may lie in the folder before its run begins: logs of a launcher, its settings, what is hidden.
-
-    What a save of ours left that could not be finished is no reason to refuse the call that would finish it.
-    """
-    beside = path.name.startswith((".", "ullage_")) or path.suffix in _BESIDE or path.name in _BESIDE
-    return beside or is_unfinished(path)
 
 
 def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
@@ -383,7 +356,7 @@ def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
 # The record
 
 
-def settings_of(command: TrainCommand) -> dict[str, Any]:
+def deciding_settings(command: TrainCommand) -> dict[str, Any]:
     """The settings that decide the numbers of a run, as they are written to JSON."""
     training = {name: getattr(command.training, name) for name in _DECIDING}
     # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
@@ -409,7 +382,7 @@ def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | 
     """Write down the settings, and the summary of a finished run; the file is replaced whole or stays as it was."""
     kept = {name: getattr(command.training, name) for name in _KEPT}
     record = {
-        "settings": settings_of(command),
+        "settings": deciding_settings(command),
         "kept": json.loads(json.dumps(kept, default=str)),
         "revisions": command.revisions,
         "summary": summary,

@@ -8,8 +8,7 @@ seconds, which is too long for a shell that completes: it is given the names tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -81,64 +80,40 @@ _SHOWN_CHOICES = 16
 _TOLD = {"use_cpu": "True where there is no accelerator"}
 
 
-@dataclass(frozen=True)
-class Option:
-    """One argument, ``--name``.
-
-    ``first``: whether the short help shows it. ``metavar``: empty for a flag without a value. ``negates``: the argument
-    that this one turns off, which help does not list by itself.
-    """
-
-    name: str
-    section: str
-    first: bool = True
-    metavar: str = "VALUE"
-    help: str = ""
-    default: str | None = None
-    negates: str | None = None
-
-
-def options() -> list[Option]:
-    """All arguments, by section, those that people use first at the head of each."""
+def sections() -> dict[str, list[Any]]:
+    """The actions of the parser by section, those that people use first at the head of each; none that negates one."""
     import transformers
 
     from ullage.cli.train.arguments import KINDS, Parser
 
     upstream = transformers.TrainingArguments.__dataclass_fields__
-    sections = {name: section for section, names in FIRST.items() for name in names}
-    first = list(sections)
-    for kind in KINDS:
-        for name in kind.__dataclass_fields__:
-            # What we added to Trainer's arguments is about training too.
-            ours = _SECTIONS.get(kind.__name__, "Training" if name not in upstream else OTHERS)
-            sections.setdefault(name, ours)
-    actions = [action for action in Parser()._actions if action.option_strings]
-    found = [_option(action, sections[action.dest], action.dest in first) for action in actions]
-    rank = {name: place for place, name in enumerate([*FIRST, OTHERS])}
-    return sorted(found, key=lambda one: (rank[one.section], first.index(one.name) if one.first else len(first)))
+    actions = {action.dest: action for action in reversed(Parser()._actions) if action.option_strings}
+    kind_of = {name: kind for kind in KINDS for name in kind.__dataclass_fields__}
+    found = {section: [actions.pop(name) for name in names] for section, names in FIRST.items()}
+    found[OTHERS] = []
+    for name, action in sorted(actions.items()):
+        # What we added to Trainer's arguments is about training too.
+        ours = "Training" if name not in upstream else OTHERS
+        found[_SECTIONS.get(kind_of[name].__name__, ours) if name in kind_of else ours].append(action)
+    return found
 
 
-def _option(action: Any, section: str, first: bool) -> Option:
-    name = action.option_strings[0].lstrip("-")
-    negates = action.dest if name != action.dest else None
-    values = tuple(map(str, action.choices)) if action.choices is not None else ()
-    metavar = _metavar(action)
-    text = " ".join((action.help or "").split())
-    if values and metavar not in (said := "|".join(values)) and "one of" not in text:
-        text = f"{text.rstrip('.')}. One of {said.replace('|', ', ')}"
+def help_of(action: Any) -> str:
+    """What an argument does, as a sentence with its choices."""
+    text, values = " ".join((action.help or "").split()), [*map(str, action.choices or ())]
+    if values and metavar_of(action) not in "|".join(values) and "one of" not in text:
+        text = f"{text.rstrip('.')}. One of {', '.join(values)}"
+    return (text[:1].upper() + text[1:]).rstrip(".") + "."
+
+
+def default_of(action: Any) -> str | None:
+    """The default of an argument as text; None where it says nothing."""
     empty = action.nargs == 0 or action.default in (None, "", "==SUPPRESS==") or action.default == []
-    return Option(
-        name=name,
-        section=section,
-        first=first and negates is None,
-        metavar=metavar,
-        help=(text[:1].upper() + text[1:]).rstrip(".") + ".",
-        default=_TOLD.get(name, None if empty else str(action.default)),
-        negates=negates,
-    )
+    return _TOLD.get(action.dest, None if empty else str(action.default))
 
 
-def _metavar(action: Any) -> str:
+def metavar_of(action: Any) -> str:
+    """What stands for the value of an argument; empty for a flag without one."""
     if action.nargs == 0:
         return ""
     words = {"int": "N", "float": "X", "string_to_bool": "BOOL"}
@@ -155,7 +130,7 @@ class TrainVerb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing and not {*_HELP, _ALL}.isdisjoint(args):
-            command = command_of(options(), everything=_ALL in args)
+            command = _command(everything=_ALL in args)
             # The context of the verb itself knows no option for help.
             names = typer.Context(command, info_name=ctx.info_name, parent=ctx.parent, help_option_names=[*_HELP])
             typer.echo(command.get_help(names))
@@ -166,36 +141,45 @@ class TrainVerb(TyperCommand):
         # The shell asks what could follow: it parses with resilience, and calls nothing.
         if not ctx.resilient_parsing:
             return super().get_params(ctx)
-        named = [Option(name, section) for section, names in FIRST.items() for name in names]
-        return command_of(named, everything=True).params
+        names = (name for section in FIRST.values() for name in section)
+        return _made_of([_parameter(name, str, None, typer.Option(f"--{name}")) for name in names]).params
 
 
-def command_of(found: Sequence[Option], *, everything: bool) -> Any:
-    """A command with ``found`` as its options, in a panel per section; ``everything``: beyond those used first."""
-    listed = [one for one in found if not one.negates]
-    shown = [one for one in listed if one.first or everything]
-    off = {one.negates: one.name for one in found if one.negates}
-    app = typer.Typer(add_completion=False)
-    more = f"{len(listed) - len(shown)} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
-    parameters = [_parameter(one, off.get(one.name)) for one in shown]
-    app.command("train", help=ABOUT, epilog=None if everything else more)(_function([*parameters, _HELP_ALL]))
-    return typer.main.get_command(app)
+def _command(everything: bool) -> Any:
+    """A command with the arguments as its options, in a panel per section; ``everything``: beyond those used first."""
+    found = sections()
+    parameters = [
+        _parameter(
+            action.dest,
+            bool if action.nargs == 0 else str,
+            False if action.nargs == 0 else default_of(action),
+            typer.Option(
+                f"--{action.dest}",
+                help=escape(help_of(action)),
+                metavar=metavar_of(action) or None,
+                rich_help_panel=section,
+            ),
+        )
+        for section, actions in found.items()
+        for action in (actions if everything else actions[: len(FIRST.get(section, ()))])
+    ]
+    rest = sum(map(len, found.values())) - len(parameters)
+    more = f"{rest} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
+    return _made_of(parameters, epilog=None if everything else more)
 
 
-def _function(parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """A function of these parameters, from which typer makes options."""
+def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    # Names of arguments may be keywords of Python.
+    annotation = Annotated[kind if kind is bool else kind | None, option]
+    return inspect.Parameter(f"given_{name}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _made_of(parameters: Sequence[inspect.Parameter], epilog: str | None = None) -> Any:
+    """A command of typer's with these parameters."""
 
     def never_called(**_: object) -> None: ...
 
-    never_called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return never_called
-
-
-def _parameter(one: Option, off: str | None) -> inspect.Parameter:
-    kind: Any = str | None if one.metavar else bool
-    text = one.help if off is None else f"{one.help} --{off} turns it off."
-    settings: dict[str, Any] = {"help": escape(text), "rich_help_panel": one.section}
-    option = Annotated[kind, typer.Option(f"--{one.name}", **settings, metavar=one.metavar or None)]
-    # Names of arguments may be keywords of Python.
-    default = one.default if one.metavar else False
-    return inspect.Parameter(f"given_{one.name}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+    never_called.__signature__ = inspect.Signature([*parameters, _HELP_ALL])  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False)
+    app.command("train", help=ABOUT, epilog=epilog)(never_called)
+    return typer.main.get_command(app)

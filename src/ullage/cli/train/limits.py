@@ -34,8 +34,6 @@ _OTHER_PARTS = re.compile(r"vision|image|audio|img")
 #: Fields with the number of positions; those of the second kind hold for a type without a table.
 _FIELDS = ("n_positions", "max_position_embeddings", "max_target_positions")
 _FIELD_OF = {"mpt": "max_seq_len"}
-#: The part of a row that the usual step ought to fill.
-_FILLED = 0.8
 
 
 def require_causal(model: nn.Module) -> None:
@@ -94,34 +92,25 @@ def within_positions(command: TrainCommand, model: nn.Module, say: Callable[[str
 
 
 def notes_on_lengths(command: TrainCommand, model: nn.Module, training: Any, held_out: Any) -> list[str]:
-    """Lines on the lengths of the samples: more than a model was made for, too few for a packed row.
+    """A line where the samples are longer than the model was made for.
 
     Raises ``InputError`` for a sequence longer than the model has positions, and where the capacity leaves none to
     train on.
     """
     longest = max(int(dataset.layout.lengths.max()) for dataset in (training, held_out) if dataset is not None)
-    arguments, ranks = command.training, command.parallel.data_ranks(command.training.world_size)
-    # A step of ours is one global batch, so accumulation adds nothing to a packed one.
-    batch = arguments.per_device_train_batch_size * ranks
-    # Ranks that share a row each hold the capacity.
-    rows = ranks * (command.parallel.cp or 1)
-    room = arguments.packing_capacity
-    shortest = int(training.layout.lengths.min())
-    if isinstance(room, int) and arguments.packing_oversize == "drop" and shortest > room * (command.parallel.cp or 1):
+    shortest, room = int(training.layout.lengths.min()), command.training.packing_capacity
+    is_dropped = isinstance(room, int) and shortest > room * (command.parallel.cp or 1)
+    if is_dropped and command.training.packing_oversize == "drop":
         raise InputError(
             "every sequence is longer than a packed row, so that all are dropped",
             where="--packing_capacity",
             expected=f"at least {shortest}, the tokens of the shortest",
             found=room,
         )
-    notes = (
-        _beyond(model, longest, command.data.max_length),
-        _unfilled(training.layout.lengths, min(batch, len(training)), rows, arguments.packing_capacity),
-    )
-    return [note for note in notes if note is not None]
+    return _beyond(model, longest, command.data.max_length)
 
 
-def _beyond(model: nn.Module, longest: int, max_length: int) -> str | None:
+def _beyond(model: nn.Module, longest: int, max_length: int) -> list[str]:
     limit, name = max_positions(model), type(model).__name__
     if limit is not None and longest > limit:
         raise InputError(
@@ -133,24 +122,5 @@ def _beyond(model: nn.Module, longest: int, max_length: int) -> str | None:
         )
     trained = getattr(_text_config(model), "max_position_embeddings", None)
     if limit is not None or not trained or longest <= trained:
-        return None
-    return f"the longest sequence has {longest:,} tokens, and {name} was made for {trained:,} (--max_length cuts)"
-
-
-def _unfilled(lengths: Any, batch: int, ranks: int, capacity: Any) -> str | None:
-    """A line where a packed step cannot fill one row on each rank, so that larger steps would cost little more.
-
-    Args:
-        lengths: of the sequences to train on, in tokens.
-        batch: sequences per step, over all ranks.
-        ranks: ranks, each with a row or a part of one.
-        capacity: tokens per row; nothing is said where it is none, or yet to be found.
-    """
-    mean = float(lengths.mean())
-    if not isinstance(capacity, int) or mean * batch >= _FILLED * capacity * ranks:
-        return None
-    rows = "a row" if ranks == 1 else f"one row on each of {ranks} ranks"
-    return (
-        f"a step of {batch} sequences fills {mean * batch / (capacity * ranks):.0%} of {rows}: raise "
-        "--per_device_train_batch_size, or lower --packing_capacity"
-    )
+        return []
+    return [f"the longest sequence has {longest:,} tokens, and {name} was made for {trained:,} (--max_length cuts)"]

@@ -3,13 +3,12 @@
 A name is a file or folder here, a new model (a cell or llama, with sizes), or a repository of the Hugging Face hub
 (``gpt2``, ``org/name``, either with ``@revision``), in this order. The hub's own library fetches the last into its
 cache before anything is read: transformers would ask again for each file, and wait half a minute for each where there
-is no network. A name that is nearly one of the first two is never sent to the hub.
+is no network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.integrations import deepspeed as integration
 
-from ullage.cli.train.folder import read_record
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
-from ullage.core.errors import CheckpointError, InputError, listed
+from ullage.core.errors import InputError, listed
 from ullage.datasets.text import byte_tokenizer
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
@@ -38,10 +36,8 @@ if TYPE_CHECKING:
 #: The word of ``--tokenizer`` for transformers' byte tokenizer.
 BYTES = "bytes"
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
-_NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<num_hidden_layers>\d+))?)?")
-#: What a name of a new model, or flags beside it, may say of its size.
-_SIZES = ("hidden_size", "num_hidden_layers", "dropout")
-_DEFAULT_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
+_NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<layers>\d+))?)?")
+_HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 #: Small files of a repository: configs, tokenizers, templates. Weights are safetensors, unless pickles are allowed.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe")
 _TOKENIZER_FILES = (
@@ -66,7 +62,7 @@ class Chosen:
 # Names
 
 
-def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Sequence[str]) -> Path:
+def find_or_fetch(command: TrainCommand, argument: str, name: str, kind: str, files: Sequence[str]) -> Path:
     """The file or folder that a name means, fetched if it is a repository's. Collective: if one rank fails, all raise.
 
     Args:
@@ -90,14 +86,17 @@ def locate(command: TrainCommand, argument: str, name: str, kind: str, files: Se
     return path
 
 
-def told(command: TrainCommand, argument: str, name: str) -> str:
+def name_with_revision(command: TrainCommand, argument: str, name: str) -> str:
     """A name as it is printed: with the revision of what came from the cache or the hub."""
     repository, _, commit = command.revisions.get(argument, "").partition("@")
     return f"{repository}, revision {commit[:12]}" if commit and repository == name.partition("@")[0] else name
 
 
 def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) -> Path:
-    """The folder of a repository in the cache, with what is new on the hub if that can be asked."""
+    """The folder of a repository in the cache, with what is new on the hub if that can be asked.
+
+    ``before``: ``repository@commit`` of what the run took before, which it takes again.
+    """
     repository, _, revision = name.partition("@")
     if not revision and before is not None and before.partition("@")[0] == repository:
         revision = before.partition("@")[2]
@@ -109,30 +108,13 @@ def _snapshot(name: str, kind: str, files: Sequence[str], before: str | None) ->
     download = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
     what, hint = f"there is no such {kind} here, and none from the hub", f"get it where there is a network: {download}"
     with one_line_of(what, where=name, hint=hint):
-        try:
+        # A commit is what it was: asked for where there is no network, the hub's library would try for half a minute.
+        # Of all else the hub may have a newer one; where it cannot be asked, the library takes what the cache holds.
+        with contextlib.suppress(OSError, ValueError):
             here = Path(snapshot_download(repository, local_files_only=True, **settings))
-        except (OSError, ValueError):
-            here = None
-        # A commit is what it was. Of all else the hub may have a newer one; where it cannot be asked, this is taken.
-        if here is not None and here.name == revision:
-            return here
-        if here is None and "@" not in name:
-            _refuse_near(name, kind)
+            if here.name == revision:
+                return here
         return Path(snapshot_download(repository, **settings))
-
-
-def _refuse_near(name: str, kind: str) -> None:
-    """Raise ``InputError`` for a name that is nearly that of a file here, or of a new model."""
-    path = Path(name)
-    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = [str(path.with_name(one)) for one in difflib.get_close_matches(path.name, there, n=2, cutoff=0.8)]
-    if kind == "model" and "/" not in name:
-        near += difflib.get_close_matches(name.partition("-")[0], (*CELLS, "llama"), n=2, cutoff=0.7)
-    if near:
-        raise InputError(
-            f"unknown {kind} {name!r}",
-            hint=f"did you mean {' or '.join(near)}? The hub's is {name}@main",
-        )
 
 
 def _is_new(name: str) -> bool:
@@ -156,25 +138,15 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
     model, name, code = None, command.model.model, command.model.trust_remote_code
     # A checkpoint has the config and the weights, and from most trainers the tokenizer.
     whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
-    if (not whole or not _says_same_model(command, checkpoint)) and not _is_new(name):
+    if not whole and not _is_new(name):
         weights = ["model*.safetensors"] + ["pytorch_model*.bin"] * command.model.allow_pickle_weights
-        model = locate(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
-        say(f"model: {told(command, 'model', name)}")
+        model = find_or_fetch(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
+        say(f"model: {name_with_revision(command, 'model', name)}")
         if not (model / "adapter_config.json").is_file():
             _config_from(model, command.model)  # before the tokenizer's reader speaks of it
     tokenizer, note = _tokenizer(command, model, checkpoint)
     say(f"tokenizer: {note}")
     return Chosen(model, tokenizer)
-
-
-def _says_same_model(command: TrainCommand, checkpoint: Path | None) -> bool:
-    """Whether the run of the checkpoint was started with the model arguments of this call, or the call has none."""
-    assert checkpoint is not None
-    settings = (read_record(checkpoint.parent) or {}).get("settings", {})
-    names = ("model", *_SIZES)
-    return command.given.isdisjoint(names) or (
-        "model" in settings and all(settings.get(name) == getattr(command.model, name) for name in names)
-    )
 
 
 def _tokenizer(command: TrainCommand, model: Path | None, checkpoint: Path | None) -> tuple[Any, str]:
@@ -185,8 +157,8 @@ def _tokenizer(command: TrainCommand, model: Path | None, checkpoint: Path | Non
     if asked == BYTES and not Path(asked).exists():
         return byte_tokenizer(), "bytes"
     if asked is not None:
-        folder = locate(command, "tokenizer", asked, "tokenizer", [*_TEXTS, *["*.py"] * code])
-        return _read_tokenizer(folder, code), told(command, "tokenizer", asked)
+        folder = find_or_fetch(command, "tokenizer", asked, "tokenizer", [*_TEXTS, *["*.py"] * code])
+        return _read_tokenizer(folder, code), name_with_revision(command, "tokenizer", asked)
     if model is not None and _has_tokenizer(model):
         return _read_tokenizer(model, code), "the model's own"
     if model is None or not _has_weights(model):
@@ -221,19 +193,14 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     """A new model, or that of ``chosen`` with its weights; on resuming, the checkpoint's config decides.
 
     ``say`` takes a line about weights that were made new or are not used. Raises ``InputError`` for a folder that
-    holds no model or lacks weights of it, and for a model that attends in both directions; ``CheckpointError`` if model
-    arguments contradict the checkpoint.
+    holds no model or lacks weights of it, and for a model that attends in both directions.
     """
     arguments, found = command.model, chosen.model
     if checkpoint is not None:
-        config = _config_from(checkpoint, arguments)
-        # Model arguments of a call that resumes are not used, but must not contradict the checkpoint either.
-        if found is not None or (_is_new(arguments.model) and not command.given.isdisjoint(("model", *_SIZES))):
-            _require_same(_config(arguments, chosen), config, checkpoint)
-        model = _new(config, arguments)
+        model = _new(_config_from(checkpoint, arguments), arguments)
     elif found is not None and _has_weights(found):
-        _refuse_sizes(arguments)
-        model = load_weights(found, arguments, say)
+        _refuse_dropout(arguments)
+        model = load_pretrained(found, arguments, say)
     else:
         config = _config(arguments, chosen)
         model = _drawn(lambda: _new(config, arguments))
@@ -241,7 +208,7 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     return model
 
 
-def load_weights(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
+def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
     """The causal language model in ``folder``, with its weights.
 
     A head that was not saved, because the folder is another kind of model's, starts new, and a line says so; so do
@@ -317,28 +284,20 @@ def _new(config: Any, arguments: ModelArguments) -> Any:
 
 def _config(arguments: ModelArguments, chosen: Chosen) -> Any:
     if chosen.model is not None:
-        _refuse_sizes(arguments)
+        _refuse_dropout(arguments)
         return _config_from(chosen.model, arguments)
     match = _NAME.fullmatch(arguments.model)
     assert match is not None
     recurrent = match["cell"] in CELLS
-    sizes: dict[str, Any] = {"hidden_size": _DEFAULT_HIDDEN_SIZE, "num_hidden_layers": 1 if recurrent else 4}
-    for name in sizes:
-        flag = getattr(arguments, name)
-        if match[name] is not None and flag is not None and flag != int(match[name]):
-            raise InputError(f"two values for {name}", where="--model", expected=int(match[name]), found=flag)
-        # A size may stand in the name or in a flag; in both only if they agree.
-        given = flag if flag is not None else match[name]
-        if given is not None:
-            sizes[name] = int(given)
+    hidden_size, layers = int(match["hidden_size"] or _HIDDEN_SIZE), int(match["layers"] or (1 if recurrent else 4))
     kinds = ("pad", "bos", "eos")
     ids: dict[str, Any] = {f"{kind}_token_id": getattr(chosen.tokenizer, f"{kind}_token_id", None) for kind in kinds}
     ids["vocab_size"] = len(chosen.tokenizer)
     if recurrent:
-        return RecurrentConfig(cell=match["cell"], dropout=arguments.dropout or 0.0, **sizes, **ids)
-    if arguments.dropout is not None:
-        raise InputError("--dropout is for recurrent models", where=f"--model {arguments.model}")
-    return _llama(sizes["hidden_size"], sizes["num_hidden_layers"], ids)
+        sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "dropout": arguments.dropout or 0.0}
+        return RecurrentConfig(cell=match["cell"], **sizes, **ids)
+    _refuse_dropout(arguments)
+    return _llama(hidden_size, layers, ids)
 
 
 def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> LlamaConfig:
@@ -362,10 +321,9 @@ def _llama(hidden_size: int, num_hidden_layers: int, ids: dict[str, Any]) -> Lla
     )
 
 
-def _refuse_sizes(arguments: ModelArguments) -> None:
-    given = [name for name in _SIZES if getattr(arguments, name) is not None]
-    if given:
-        raise InputError(f"--{given[0]} is for a new model given by name", where=f"--model {arguments.model}")
+def _refuse_dropout(arguments: ModelArguments) -> None:
+    if arguments.dropout is not None:
+        raise InputError("--dropout is for a new recurrent model", where=f"--model {arguments.model}")
 
 
 def _config_from(path: Path, arguments: ModelArguments) -> Any:
@@ -374,19 +332,6 @@ def _config_from(path: Path, arguments: ModelArguments) -> Any:
         # The code of a config lies beside it, which transformers finds by the folder alone.
         place = path.parent if code and path.is_file() else path
         return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=code)
-
-
-def _require_same(asked: Any, found: Any, checkpoint: Path) -> None:
-    ours, theirs = asked.to_dict(), found.to_dict()
-    for name in ("model_type", "cell", "vocab_size", "hidden_size", "num_hidden_layers", "dropout"):
-        if ours.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"the checkpoint's model has another {name}",
-                where=str(checkpoint),
-                expected=ours.get(name),
-                found=theirs.get(name),
-                hint="leave out the model arguments to continue with the checkpoint's own",
-            )
 
 
 def _drawn(make: Callable[[], Any]) -> Any:

@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ullage.core.errors import InputError, UllageError, UsageError, first_line
 
@@ -98,21 +97,6 @@ def one_line_errors() -> Iterator[None]:
             found=None if busy else first_line(error),
             hint="start them with torchrun --standalone, which finds a free one, or set MASTER_PORT" if busy else None,
         ) from error
-
-
-def compiling_notes(training: Any) -> list[str]:
-    """A line where DeepSpeed is about to compile what its configuration asks for."""
-    settings = getattr(getattr(training, "hf_deepspeed_config", None), "config", None) or {}
-    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
-    if "optimizer" not in settings and offload.get("device", "none") == "none":
-        return []
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    # In a folder per extension, or one level deeper: torch's default has a folder per Python and CUDA version.
-    if any("adam" in path.name for depth in ("*/*.so", "*/*/*.so") for path in root.glob(depth)):
-        return []
-    return ["DeepSpeed compiles the optimizer that its configuration asks for, once: a minute or two without a word"]
 
 
 def _form_group_of_one(argv: list[str]) -> None:

@@ -95,8 +95,6 @@ class ModelArguments:
         " mingru, minlstm, llama, with sizes if you like: gru-512, llama-256x4), or one of the Hugging Face cache"
         " or hub (gpt2, ORG/NAME, ORG/NAME@REVISION); in this order",
     )
-    hidden_size: int | None = _option(None, "hidden size of a new model (256)")
-    num_hidden_layers: int | None = _option(None, "layers of a new model (1)")
     dropout: float | None = _option(None, "dropout of a new recurrent model (0)")
     allow_missing_weights: bool = _option(
         False,

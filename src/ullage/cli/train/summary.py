@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ullage.cli.report import show
 from ullage.cli.train.limits import max_positions
 from ullage.cli.train.settings import TrainCommand
+from ullage.core.errors import UllageError
+from ullage.report.run import read_run
 
 if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
@@ -17,8 +21,8 @@ if TYPE_CHECKING:
 _DOCSTRINGS = "Return the "
 #: How much of a sample begins the text: words, or letters of a script without spaces.
 _WORDS, _LETTERS = 3, 40
-#: Tokens of a sample that are looked at, and tokens of one that is no text.
-_LOOKED_AT, _IDS = 64, 4
+#: Tokens of a sample that are looked at.
+_LOOKED_AT = 64
 _NEW_TOKENS = 80
 
 
@@ -38,8 +42,16 @@ class Voice:
             print(json.dumps({"stopped": True, "checkpoint": str(checkpoint)}), flush=True)
 
     def result(self, summary: dict[str, Any]) -> None:
+        """Show a finished run: its figures, as ``ullage report`` does, and the script that loads its model."""
         if self._first:
-            print(json.dumps(summary) if self._as_json else _told(summary), flush=True)
+            if self._as_json:
+                print(json.dumps(summary), flush=True)
+                return
+            with contextlib.suppress(UllageError):  # no log was written, which has been said
+                show([read_run(summary["model"])])
+            # The record of an older version has no script.
+            if summary.get("code") is not None:
+                print(f"\nLoad it and let it write:\n\n{summary['code']}", flush=True)
 
 
 def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
@@ -52,8 +64,8 @@ def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) 
         eval_loss = evaluated[-1]["eval_loss"] if evaluated else trainer.evaluate()["eval_loss"]
     trainer.save_model()
     losses = [row["loss"] for row in history if "loss" in row]
-    # The Trainer writes what it left out once, in its last entry.
-    closing = next((row for row in reversed(history) if any(name in row for name in _LEFT_OUT)), {})
+    # The Trainer writes what it left out once, in its last entry: sequences that were dropped, tokens that were cut.
+    closing = next((row for row in reversed(history) if any(name.startswith("total_") for name in row)), {})
     return {
         "model": str(command.training.output_dir),
         "steps": trainer.state.global_step,
@@ -67,105 +79,37 @@ def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) 
         "padding_avoided": trainer.meter.padding_avoided,
         "seconds": progress.seconds,
         "tokens_per_second": progress.tokens_per_second,
-        **{name: count for name, count in closing.items() if name in _LEFT_OUT},
+        **{name: count for name, count in closing.items() if name.startswith("total_") and name != "total_flos"},
     }
-
-
-#: What a run did not train on, by the names of the Trainer's closing entry, as the summary tells it.
-_LEFT_OUT = {
-    "total_dropped_sequences": "{:,} sequences over the capacity dropped",
-    "total_dropped_tokens": "{:,} tokens dropped with them",
-    "total_truncated_sequences": "{:,} sequences cut to the capacity",
-    "total_truncated_tokens": "{:,} tokens cut off",
-    "total_empty_steps": "{:,} steps in which no label counted",
-}
-
-
-def _told(summary: dict[str, Any]) -> str:
-    tokens, padded, avoided = (summary[name] for name in ("tokens", "num_padded_tokens", "padding_avoided"))
-    resumed, steps = summary.get("resumed_at", 0), summary["steps"]
-    counted = f"{tokens:,} in " + (f"steps {resumed + 1:,} to {steps:,}" if resumed else f"{steps:,} steps")
-    if avoided or tokens == padded:
-        of_padding = {"tokens": f"{counted}; padded they would be {padded:,}", "padding avoided": f"{avoided:.1%}"}
-    else:
-        of_padding = {
-            "tokens": f"{counted}, in padded batches of {padded:,} together",
-            "padding": f"{1 - tokens / padded:.1%} of what was computed; --packing_capacity avoids it",
-        }
-    rows = {
-        "loss": _losses(summary),
-        **of_padding,
-        "speed": f"{summary['tokens_per_second']:,.0f} tokens per second, {summary['seconds']:.0f} s of training",
-        "model": summary["model"],
-    }
-    left_out = [line.format(summary[name]) for name, line in _LEFT_OUT.items() if summary.get(name)]
-    if left_out:
-        rows["not trained on"] = ", ".join(left_out)
-    lines = [f"  {name:<16}{value}" for name, value in rows.items() if value]
-    code = summary.get("code")  # a record of an older version has none
-    end = [] if code is None else ["", "Load it and let it write:", "", code]
-    return "\n".join(["", *lines, *end])
-
-
-def _losses(summary: dict[str, Any]) -> str:
-    """The losses that there are: a run that logs nothing has only their mean, one without held-out samples no other."""
-
-    def number(value: float) -> str:
-        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-
-    first, last, mean, held_out = (summary.get(f"{name}_loss") for name in ("first", "last", "mean", "eval"))
-    parts = []
-    if first is not None and last is not None:
-        parts.append(f"{number(first)} to {number(last)}" if summary["steps"] > 1 else number(last))
-    elif mean is not None:
-        parts.append(f"{number(mean)} on average")
-    if held_out is not None:
-        parts.append(f"held out {number(held_out)}")
-    return ", ".join(parts)
 
 
 # The script
 
 
-def sample_of(command: TrainCommand, tokenizer: Any, training: Any, held_out: Any) -> str | list[int]:
-    """The beginning of a held-out sample: a few words, or token ids where the samples are no text of this tokenizer."""
+def sample_of(command: TrainCommand, tokenizer: Any, training: Any, held_out: Any) -> str:
+    """The first words of a held-out sample, as this tokenizer writes them."""
     if command.data.data is None:
         return _DOCSTRINGS
-    ids: list[int] = (training if held_out is None else held_out)[0]["input_ids"][:_LOOKED_AT].tolist()
+    ids = (training if held_out is None else held_out)[0]["input_ids"][:_LOOKED_AT]
+    # The last token may be a part of a letter.
     text = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd").strip()
-    beginning = " ".join(text.split(" ")[:_WORDS])[:_LETTERS]
-    if not beginning or not beginning.replace("\n", " ").isprintable():
-        return ids[:_IDS]
-    # Ids that no text of this tokenizer has are those of another: their text means nothing.
-    again = tokenizer(text, add_special_tokens=False)["input_ids"]
-    common = set(tokenizer.all_special_ids)
-    own = [token for token in ids if token not in common]
-    return beginning if again[: len(own) // 2] == own[: len(own) // 2] else ids[:_IDS]
+    return " ".join(text.split(" ")[:_WORDS])[:_LETTERS]
 
 
-def script_of(command: TrainCommand, model: Any, sample: str | list[int]) -> str:
+def script_of(command: TrainCommand, model: Any, sample: str) -> str:
     """A script that loads the model of a finished run and prints what it writes after ``sample``."""
     folder = str(command.training.output_dir)
     # Ours are registered with the Auto classes by their package; those of transformers need none of it.
     own = "import ullage.models\n" if type(model.config).__module__.startswith("ullage.") else ""
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
-    limit = max_positions(model)
     # A table of positions ends; a text has at most as many tokens as bytes.
-    taken = len(sample) if isinstance(sample, list) else len(sample.encode())
-    new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - taken))
-    settings = f"max_new_tokens={new}, do_sample=True, temperature=0.6"
-    if isinstance(sample, str):
-        imports = ""
-        lines = f"""\
-prompt = tokenizer({sample!r}, add_special_tokens=False, return_tensors="pt")
-written = model.generate(**prompt, {settings})"""
-    else:
-        imports = "import torch\n"
-        lines = f"written = model.generate(torch.tensor([{sample}]), {settings})"
+    limit = max_positions(model)
+    new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - len(sample.encode())))
     return f"""\
-{imports}{own}from transformers import AutoModelForCausalLM, AutoTokenizer
+{own}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained({folder!r}{code})
 tokenizer = AutoTokenizer.from_pretrained({folder!r}{code})
-{lines}
+prompt = tokenizer({sample!r}, add_special_tokens=False, return_tensors="pt")
+written = model.generate(**prompt, max_new_tokens={new}, do_sample=True, temperature=0.6)
 print(tokenizer.decode(written[0], skip_special_tokens=True))"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ import typer
 
 from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
-from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, compiling_notes, make_ready, one_line_errors, one_line_of
+from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, make_ready, one_line_errors, one_line_of
 from ullage.core.errors import InputError, TrainingError, UllageError, first_line
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of, samples_of
+    from ullage.cli.train.data import datasets_of, read_samples
     from ullage.cli.train.folder import (
         Situation,
         begin,
@@ -87,18 +86,18 @@ def _run(argv: list[str], first: bool) -> None:
     for note in situation.notes:
         say(note)
     if situation.there:
-        say.stopped(_how_to_continue(command.training.output_dir, argv), situation.checkpoint)
+        say.stopped(_how_to_continue(command.training.output_dir), situation.checkpoint)
         return
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
     command.revisions.update(revisions_before(command, situation.checkpoint))
-    samples = samples_of(command, say)  # read before the weights, which may take minutes
+    samples = read_samples(command, say)  # read before the weights, which may take minutes
     tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
     training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
             dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
-    for note in (*notes_on_lengths(command, model, training, held_out), *compiling_notes(command.training)):
+    for note in notes_on_lengths(command, model, training, held_out):
         say(note)
     say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
@@ -116,7 +115,7 @@ def _run(argv: list[str], first: bool) -> None:
         with _written(command):
             if first:
                 begin(command, situation)
-        if not _train(trainer, progress, command, situation.checkpoint, argv, say):
+        if not _train(trainer, progress, command, situation.checkpoint, say):
             leave_page(command, first, say)
             return
         summary = {**save_and_summarize(command, trainer, progress), "code": code}
@@ -211,9 +210,7 @@ def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
     return Trainer(fsdp.parallelize(model, topology, **options), arguments, **others)
 
 
-def _train(
-    trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, argv: list[str], say: Voice
-) -> bool:
+def _train(trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, say: Voice) -> bool:
     """Train; returns whether to the end. After a signal prints how to continue, and exits with 130 or 143.
 
     Args:
@@ -221,11 +218,10 @@ def _train(
         progress: its bar, which is ended here.
         command: the arguments of the call.
         checkpoint: where to continue from, if anywhere.
-        argv: the call as it was typed, to print how to continue.
         say: the voice of the first rank.
     """
     from ullage.cli.train.folder import never_begun
-    from ullage.cli.train.progress import Stop, leave_page
+    from ullage.cli.train.progress import Stop
     from ullage.training.saving.checkpoints import checkpoints_in
     from ullage.training.step.stopping import StopOnSignal, takes_sigterm
 
@@ -257,56 +253,18 @@ def _train(
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
         where = f"{how} at step {trainer.state.global_step} of {trainer.state.max_steps}"
-        say(f"{where}; {_how_to_continue(folder, argv)}")
-        with _ending_at_once():
-            leave_page(command, trainer.state.is_world_process_zero, say)
+        say(f"{where}; {_how_to_continue(folder)}")
         sys.exit(signalled.exit_status)
     if stop.reached:
-        say.stopped(_how_to_continue(folder, argv), checkpoints_in(folder)[-1])
+        say.stopped(_how_to_continue(folder), checkpoints_in(folder)[-1])
     return not stop.reached
 
 
-@contextlib.contextmanager
-def _ending_at_once() -> Iterator[None]:
-    """Leave at the next signal: the checkpoint is written, and what the block does is not worth waiting for."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda number, frame: leave_at_once(128 + number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _how_to_continue(folder: Any, argv: list[str]) -> str:
+def _how_to_continue(folder: Any) -> str:
     from ullage.training.saving.checkpoints import checkpoints_in
     from ullage.training.saving.damage import is_damaged
 
     checkpoints = [checkpoint for checkpoint in checkpoints_in(folder) if not is_damaged(checkpoint)]
     if not checkpoints:
-        return f"before the first checkpoint; start again with: {_command(argv)}"
-    return f"{checkpoints[-1]} is whole; continue with: {_command(argv)} --resume_from_checkpoint"
-
-
-def _command(argv: list[str]) -> str:
-    """The call without ``--resume_from_checkpoint`` and ``--stop_at_step``, and their values."""
-    kept: list[str] = []
-    left_out = ("--resume_from_checkpoint", "--resume-from-checkpoint", "--stop_at_step", "--stop-at-step")
-    follows = False
-    for argument in argv:
-        # The argument after one of these is its value, unless it is a flag: a bare --resume_from_checkpoint has none.
-        is_value = follows and not argument.startswith("--")
-        follows = argument in left_out
-        if not (is_value or follows or argument.startswith(tuple(f"{name}=" for name in left_out))):
-            kept.append(argument)
-    return shlex.join([*_launcher(), "ullage", "train", *kept])
-
-
-def _launcher() -> list[str]:
-    """The options by which torchrun started as many processes; on several machines the caller adds the address."""
-    here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if everywhere == 1:
-        return []
-    # GROUP_WORLD_SIZE: torchrun's number of machines.
-    hosts = ["--standalone"] if here == everywhere else ["--nnodes", os.environ.get("GROUP_WORLD_SIZE", "N")]
-    return ["torchrun", *hosts, "--nproc_per_node", str(here), "-m"]
+        return "before the first checkpoint; start again with the same command"
+    return f"{checkpoints[-1]} is whole; continue with the same command and --resume_from_checkpoint"
