@@ -3,14 +3,11 @@
 ``balanced`` is ours; ``next_fit`` keeps arrival order; ``preassigned`` takes the schedule that the caller gives.
 Upstream's names are accepted: ``default`` and ``default_dynamic_cp`` mean ``balanced`` (the latter with
 ``context_parallel="auto"`` unless a degree is given), ``dp_balanced`` means ``next_fit``, which is what it does, and
-``empty`` means ``preassigned``. Another distribution adds its own under the entry-point group ``ullage.strategies``:
-the name is the strategy's, the object a function from :class:`~ullage.planning.task.Task` to
-:class:`~ullage.planning.task.Assignment`. :func:`register_strategy` does the same within a program.
+``empty`` means ``preassigned``. :func:`register_strategy` adds one of your own, a function from
+:class:`~ullage.planning.task.Task` to :class:`~ullage.planning.task.Assignment`.
 """
 
 from __future__ import annotations
-
-from importlib.metadata import entry_points
 
 import numpy as np
 
@@ -23,7 +20,6 @@ from ullage.planning.solver.items import Items, Room, SharedItems
 from ullage.planning.solver.packing import fill_in_order
 from ullage.planning.task import Assignment, Strategy, Task
 
-ENTRY_POINTS = "ullage.strategies"
 PREASSIGNED = "preassigned"
 #: Megatron-LM's names -> ours.
 ALIASES = {
@@ -81,15 +77,11 @@ def register_strategy(name: str, strategy: Strategy) -> None:
 
 
 def strategy_names() -> list[str]:
-    """Every name that ``ullage.plan(strategy=...)`` takes: ours, aliases, and those of installed distributions."""
-    return sorted({*_REGISTERED, *ALIASES, PREASSIGNED, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    """Every name that ``ullage.plan(strategy=...)`` takes: ours, those that were registered, and aliases."""
+    return sorted({*_REGISTERED, *ALIASES, PREASSIGNED})
 
 
 def find_strategy(name: str) -> Strategy:
     """The strategy of this name, which is not an alias. Raises ``InputError`` that lists the names."""
-    if name in _REGISTERED:
-        return _REGISTERED[name]
     require_one_of(name, strategy_names(), "strategy")
-    # Loaded when it is asked for, so that a broken distribution harms only who uses it.
-    (entry, *_) = entry_points(group=ENTRY_POINTS, name=name)
-    return entry.load()
+    return _REGISTERED[name]
