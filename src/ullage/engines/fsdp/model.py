@@ -40,7 +40,6 @@ def parallelize(
     *,
     dtype: torch.dtype | None = None,
     weights: str | Path | None = None,
-    seed: int | None = None,
     dp_replicate: int = 1,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
@@ -55,7 +54,6 @@ def parallelize(
         dtype: what layers compute in, for example ``torch.bfloat16``. Parameters and the optimizer stay as they are,
             and gradients are summed in float32.
         weights: for a model built on meta: a folder of safetensors, of which each rank reads its own part.
-        seed: for a model built on meta: rank 0 makes it anew after ``torch.manual_seed(seed)``, and sends it.
         dp_replicate: groups of dp ranks that each hold all parameters (HSDP): within a group they are sharded over
             dp ÷ dp_replicate · cp, over the groups gradients are added up.
         reshard_after_forward: whether layers free their gathered weights between forward and backward.
@@ -65,8 +63,8 @@ def parallelize(
 
     Make the optimizer after this call: the model's parameters are other tensors then.
 
-    A model built on meta (``with torch.device("meta")``) gets its weights here, from ``weights`` or ``seed``; one that
-    is real on rank 0 and on meta elsewhere gets rank 0's. No rank but such a source ever holds the whole.
+    A model built on meta (``with torch.device("meta")``) gets its weights here, from ``weights``; one that is real on
+    rank 0 and on meta elsewhere gets rank 0's. No rank but such a source ever holds the whole.
 
     Collective over the world; changes the model in place. Raises ``InputError`` or ``DistributedError`` on every rank,
     before anything is changed, for a topology that is not the world's, a model that packed rows cannot be trained
@@ -81,7 +79,7 @@ def parallelize(
         _require_context(bare(model), topology)
     # By itself: it asks all ranks what they have, and one that was refused above would not answer.
     with together(world, "finding the weights of a model"):
-        source = Source.of(model, weights, seed)
+        source = Source.of(model, weights)
     device = device_of_rank()
     if world.size == 1:
         return _on_one_process(model, TrainedParallel(topology, device, dtype=dtype), source, cpu_offload)
