@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ullage import InputError
-from ullage.engines.megatron.fields import HONOURED, REFUSED, WITHOUT_EFFECT, check_fields
+from ullage.engines.megatron.settings import HONOURED, REFUSED, WITHOUT_EFFECT, check_fields
 
 pytest.importorskip("megatron.core")
 

@@ -19,7 +19,7 @@ DOUBLED: set[str] = set()
 LONG: set[str] = set()
 #: The most modules and folders that lie in one folder, and the folders that hold more today.
 MOST = 15
-CROWDED = {"ullage.cli", "ullage.models"}
+CROWDED = {"ullage.cli"}
 #: Folders that import each other, with the reason: the command line asks the root for the version.
 MUTUAL = {frozenset({"ullage", "ullage.cli"})}
 #: Public functions of several modules, where one name is right: a verb is called as the function that it runs, and every

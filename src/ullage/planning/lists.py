@@ -2,7 +2,8 @@
 
 ``partitions`` divides values evenly, ``bins`` fills microbatches, ``schedule`` fills the microbatches of every rank.
 Pure: no process group, no device, no data. The adapters of ``ullage.engines`` are tables of names over these three,
-which ``ullage.engines.replacing`` puts in place of a framework's own functions.
+which ``ullage.engines.replacing`` puts in place of a framework's own functions. ``pack_lengths`` packs a whole dataset,
+without ranks or steps.
 """
 
 from __future__ import annotations
@@ -14,18 +15,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ullage.core.errors import InputError, listed, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
-from ullage.planning.bins import pack_lengths
+from ullage.planning.bounds import bin_bound
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
+from ullage.planning.placement import NO_LIMIT
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
 from ullage.planning.request import groups as item_numbers
 from ullage.planning.request import refuse_large_groups, refuse_oversize
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.items import Room, falling_order, rows
+from ullage.planning.solver.packing import pack_items
+
+
+class PackedBins(NamedTuple):
+    """Bins in compressed rows: bin *k* holds the sequences ``ids[cu_ids[k]:cu_ids[k + 1]]``, in the dataset's order.
+
+    Attributes:
+        ids [n]: ids of the sequences, bin by bin, int64.
+        cu_ids [num_bins + 1]: where each bin begins in ``ids``, int64.
+    """
+
+    ids: Int64
+    cu_ids: Int64
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins, each of which holds a sequence."""
+        return len(self.cu_ids) - 1
+
+
+def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
+    """Pack sequences of ``lengths`` [n] tokens into as few bins of ``capacity`` tokens as can be found quickly.
+
+    Every sequence is in exactly one bin and no bin is over ``capacity``. Deterministic; time and memory grow with n and
+    the capacity, a million sequences take a fraction of a second. Raises ``InputError`` for lengths that are not
+    integers >= 0, and for a sequence above ``capacity``.
+
+    >>> ids, cu_ids = pack_lengths([5, 3, 4, 4], capacity=8)
+    >>> ids.tolist(), cu_ids.tolist()
+    ([0, 1, 2, 3], [0, 2, 4])
+    """
+    given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1)
+    refuse_oversize(given, capacity, 1)
+    n = len(given)
+    # Largest first, as packing wants them; each item is one sequence. The L2 bound tells when no better packing
+    # exists.
+    order = run(falling_order, given, work=3 * n)
+    packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
+    room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
+    used = run(pack_items, given[order], ones, room, target, packed, work=50 * n)
+    # From the order by size back to that of the dataset.
+    home = np.empty(n, np.int64)
+    home[order] = packed
+    return PackedBins(*run(rows, home, used, work=n))
+
 
 _logger = logging.getLogger(__name__)
 #: Bits of the work of all sequences together: as exact as float64, and far from where sums of it would overflow.
