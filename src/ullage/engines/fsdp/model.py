@@ -27,7 +27,7 @@ from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.engines.fsdp import tensor_parallel
-from ullage.engines.fsdp.checkpoint import load, save, whole_weights
+from ullage.engines.fsdp.checkpoint import gather_weights, load, save
 from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.weights import Source
@@ -117,7 +117,7 @@ class TrainedParallel(Parallel):
         require_optimizer(model, optimizer)
 
     def whole_weights(self, model: Any) -> dict[str, Tensor]:
-        return whole_weights(model)
+        return gather_weights(model)
 
     def save(self, checkpoint: Path, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
         states = {} if scheduler is None else {"scheduler": scheduler}

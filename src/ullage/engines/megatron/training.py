@@ -14,7 +14,7 @@ What ``get_batch`` returns is read from the forward step: six values in releases
 assigns them say which.
 
 Models and configs that cannot train on packed rows are refused before the first step: every rank looks at its own
-stage, and :func:`require_packable` is one agreement of all, so where one stage is refused every rank raises.
+stage, and :func:`find_owners` is one agreement of all, so where one stage is refused every rank raises.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def _problem(chunks: Sequence[nn.Module], config: Any, plans_packed: bool) -> In
     return None
 
 
-def require_packable(
-    chunks: Sequence[nn.Module], config: Any, plans_packed: bool, has_iterator: bool, groups: Any
-) -> str:
+def find_owners(chunks: Sequence[nn.Module], config: Any, plans_packed: bool, has_iterator: bool, groups: Any) -> str:
     """Check every rank's part of a model, and tell which ranks bring samples: ``owners`` of ``packed_step``.
 
     Args:
@@ -409,7 +407,7 @@ class PackedTraining:
             return
         iterators = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator]
         has = any(iterator is not None for iterator in iterators)
-        owners = require_packable(chunks, config, self._script.plans_packed, has, groups)
+        owners = find_owners(chunks, config, self._script.plans_packed, has, groups)
         self._owners = self._owners or owners
         if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
             self._configs.append((config, config.variable_seq_lengths))
