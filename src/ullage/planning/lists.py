@@ -241,7 +241,7 @@ class Filling:
         ranks, cap = require_int(ranks, "ranks", least=1), require_int(cap, "the capacity", least=1)
         given = as_lengths(lengths)
         grouping = Grouping.read(groups, len(given))
-        slots, capacity = _fitted(given, grouping, cap, oversize)
+        slots, capacity = _fit_items(given, grouping, cap, oversize)
         return cls(grouping, slots, grouping.sums(work_of(given, work)), capacity, ranks, order, sync, max_sequences)
 
     @cached_property
@@ -279,7 +279,7 @@ class Filling:
         )  # fmt: skip
 
 
-def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tuple[Int64, int]:
+def _fit_items(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tuple[Int64, int]:
     """Slots of each item, and the capacity, with which an item above ``cap`` fills a bin and has it alone."""
     slots, n = grouping.sums(lengths), len(grouping.members)
     large = np.flatnonzero(slots > cap)
@@ -289,7 +289,7 @@ def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tupl
         refuse_oversize(lengths, cap, 1)
         counts = grouping.sums(np.ones_like(lengths))
         refuse_large_groups(slots, counts, grouping.item, np.arange(len(lengths)), cap, len(lengths))
-    shown = [_named(grouping.members[k], int(slots[k])) for k in large.tolist()]
+    shown = [_describe_item(grouping.members[k], int(slots[k])) for k in large.tolist()]
     _logger.warning("above the capacity of %d tokens, and therefore alone in a microbatch: %s", cap, listed(shown, 4))
     if not slots.all():
         # An item without tokens takes room too: one of n + 1 parts of a token, so that all of them are less than one.
@@ -297,7 +297,7 @@ def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tupl
     return np.minimum(slots, cap), cap
 
 
-def _named(ids: list[int], tokens: int) -> str:
+def _describe_item(ids: list[int], tokens: int) -> str:
     if len(ids) == 1:
         return f"sequence {ids[0]} ({tokens} tokens)"
     return f"the group of sequences {', '.join(map(str, ids[:8]))}{', ...' * (len(ids) > 8)} ({tokens} tokens)"
@@ -386,7 +386,7 @@ def partitions(
 
 
 def _numbers(values: Any, name: str) -> list[float]:
-    """``values`` as Python's numbers, which neither overflow nor round. Raises ``InputError`` for what is none."""
+    """``values`` as Python's numbers, which neither overflow nor round. Raises ``InputError`` for anything else."""
     to_list = getattr(values, "tolist", None)  # of arrays and tensors: of any device, and of types that numpy lacks
     array = np.asarray(to_list() if to_list is not None else values)
     found = array.tolist()

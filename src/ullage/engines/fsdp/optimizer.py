@@ -113,7 +113,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def fill(self, held: States) -> None:
-        """Fill the tensors of the state, and put what are none in their places. Collective."""
+        """Fill the tensors of the state, and replace its other values. Collective."""
         ...
 
 
@@ -140,7 +140,7 @@ class OptimizerLoader:
         if self._new and self._saved.names:
             make_state(self._optimizer)
         try:
-            self._saved.require(self._held())
+            self._saved.require(self._own_state())
         except CheckpointError:
             self._forget()
             raise
@@ -168,7 +168,7 @@ class OptimizerLoader:
 
     def load(self, settings: list[dict[str, Any]]) -> None:
         """Fill the optimizer's tensors, and its settings if there are any. Collective."""
-        held = self._held()
+        held = self._own_state()
         if held:
             self._saved.fill(held)
         for group, names in zip(self._optimizer.param_groups, self._groups):
@@ -186,7 +186,7 @@ class OptimizerLoader:
         if self._new:
             self._optimizer.state.clear()
 
-    def _held(self) -> States:
+    def _own_state(self) -> States:
         """The optimizer's own state of each parameter of which some was saved."""
         return {
             name: {key: value for key, value in self._optimizer.state[parameter].items() if value is not None}

@@ -139,7 +139,7 @@ _POLICIES = ("append_dummy_seq", "extend_last")
 
 
 def sequence_limit(config: Any) -> int | None:
-    """``thd_max_packed_sequences``, or ``None``. Raises ``InputError`` for what is no number."""
+    """``thd_max_packed_sequences``, or ``None``. Raises ``InputError`` for a value that is not a number."""
     most = getattr(config, "thd_max_packed_sequences", None)
     return None if most is None else require_int(most, "config.thd_max_packed_sequences", least=1)
 
@@ -165,7 +165,7 @@ class Tail:
 
     @classmethod
     def of(cls, config: Any, per_rank: int = 1) -> Tail | None:
-        """Read the config; ``None`` where rows get no tail. Raises ``InputError`` for a value that is none."""
+        """Read the config; ``None`` where rows get no tail. Raises ``InputError`` for an invalid value."""
         policy = getattr(config, "thd_tail_padding_policy", None) or _POLICIES[0]
         require_one_of(policy, _POLICIES, "config.thd_tail_padding_policy")
         most = sequence_limit(config)

@@ -227,7 +227,7 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
         slots [items]: sizes > 0, falling; each item is one sequence.
         room: what a bin can hold.
         width, budget: bounds of the search in each bin, see :func:`_fullest`.
-        enough: number of bins that is no improvement.
+        enough: number of bins at which the search ends, without an improvement.
         bins [items]: receives the bin of each item.
 
     Returns the number of bins, or ``len(slots) + 1`` as soon as there are ``enough`` and items are left.
