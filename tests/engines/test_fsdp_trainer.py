@@ -69,10 +69,10 @@ def test_what_cannot_be_spread_is_refused():
         fsdp.parallelize(model(), dp_replicate=2)
     with torch.device("meta"):
         bare = model()
-    with pytest.raises(InputError, match=r"has no weights yet: expected one of weights=FOLDER and seed=NUMBER"):
+    with pytest.raises(InputError, match=r"has no weights yet: expected weights=FOLDER"):
         fsdp.parallelize(bare)
     with pytest.raises(InputError, match="this model has its weights already"):
-        fsdp.parallelize(model(), seed=3)
+        fsdp.parallelize(model(), weights="anywhere")
     with pytest.raises(InputError, match="this model is parallel already"):
         fsdp.parallelize(fsdp.parallelize(model()))
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.nemo_rl import ALGORITHMS, SequencePacker, get_packer
+from ullage.engines.nemo_rl import ALGORITHMS, get_packer
+from ullage.engines.packers import BinPacker
 
 # What nemo_rl.data.packing is called with, August 2026.
 UPSTREAM = {
@@ -22,13 +23,7 @@ UPSTREAM = {
         ("min_bin_count", None),
         ("bin_count_multiple", None),
     ],
-    SequencePacker: [
-        ("bin_capacity", None),
-        ("collect_metrics", False),
-        ("min_bin_count", None),
-        ("bin_count_multiple", None),
-    ],
-    SequencePacker.pack: [("self", None), ("sequence_lengths", None)],
+    BinPacker.pack: [("self", None), ("sequence_lengths", None)],
 }
 
 
@@ -109,15 +104,15 @@ def test_what_cannot_be_packed_is_said():
     with pytest.raises(ValueError, match=r"fewer sequences than bins.*at least 4 sequences, found 3"):
         get_packer("balanced", 100, min_bin_count=4, bin_count_multiple=4).pack([50, 50, 70])
     with pytest.raises(ValueError, match="min_bin_count must be nonnegative"):
-        SequencePacker(8, min_bin_count=-1)
+        get_packer("balanced", 8, min_bin_count=-1)
     with pytest.raises(ValueError, match="bin_count_multiple must be positive"):
-        SequencePacker(8, bin_count_multiple=0)
+        get_packer("balanced", 8, bin_count_multiple=0)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(0, 12))
 def test_every_sequence_once_within_the_capacity(lengths, multiple, least):
-    packer = SequencePacker(100, min_bin_count=least, bin_count_multiple=multiple)
+    packer = get_packer("balanced", 100, min_bin_count=least, bin_count_multiple=multiple)
     needed = ullage.plan(lengths, ranks=multiple, capacity=100).num_microbatches
     count = max(needed, -(-least // multiple)) * multiple
     if len(lengths) < count:

@@ -118,7 +118,7 @@ def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate
     with torch.device("cpu" if how == "full" or (how == "first" and rank == 0) else "meta"):
         made = LlamaForCausalLM(LlamaConfig(**{**SIZES, **HEADS, **(model or {})}))
     before = sum(p.numel() * p.element_size() for p in made.parameters() if not p.is_meta)
-    given: dict[str, Any] = {"weights": folder} if how == "weights" else {"seed": 7} if how == "seed" else {}
+    given: dict[str, Any] = {"weights": folder} if how == "weights" else {}
     made = fsdp.parallelize(made, topology, dp_replicate=replicate, cpu_offload=offload, **given)
     after = local_bytes(made).parameters
     if how == "full" and world == 1:

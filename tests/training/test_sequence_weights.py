@@ -14,7 +14,7 @@ from tests.support.launch import torchrun
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
 from ullage.cli.train.folder import deciding_settings
-from ullage.engines.fsdp.trained import require_supported
+from ullage.engines.fsdp.model import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.loss.lazy_logits import HeadCall

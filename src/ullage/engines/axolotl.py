@@ -76,10 +76,10 @@ class MultipackBatchSampler(BatchSampler):
     def generate_batches(self, set_stats: bool = False) -> list[list[list[int]]]:
         """Batches of one epoch in the sampler's order; the same until :meth:`set_epoch`."""
         if self._batches is None:
-            self._batches = self._planned(np.fromiter(self.sampler, np.int64))
+            self._batches = self._plan(np.fromiter(self.sampler, np.int64))
         return self._batches
 
-    def _planned(self, ids: np.ndarray) -> list[list[list[int]]]:
+    def _plan(self, ids: np.ndarray) -> list[list[list[int]]]:
         side_by_side = 1 if self.sequential else int(os.environ.get("WORLD_SIZE", "1")) * self.batch_size
         found = bins(
             self.lengths[ids],

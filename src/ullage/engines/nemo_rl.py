@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import enum
 
-from ullage.core.errors import InputError
-from ullage.engines.packers import BinPacker, stand_for
+from ullage.engines.packers import BinPacker, require_algorithm, stand_for
 from ullage.engines.replacing import Replacements, replace
 
 MODULE = "nemo_rl.data.packing"
@@ -26,50 +25,29 @@ ARRIVAL = "CONCATENATIVE"
 ALGORITHMS = (ARRIVAL, "FIRST_FIT_DECREASING", "FIRST_FIT_SHUFFLE", "MODIFIED_FIRST_FIT_DECREASING", "BALANCED")
 
 
-class SequencePacker(BinPacker):
-    """Packer of sequences into as few bins as possible, with balanced work, by NeMo-RL's arguments.
-
-    ``collect_metrics`` is accepted and ignored: the other parameters are those of
-    :class:`ullage.engines.packers.BinPacker`.
-
-    >>> SequencePacker(8, bin_count_multiple=2).pack([5, 3, 4, 4])
-    [[2, 3], [0, 1]]
-    """
-
-    def __init__(
-        self,
-        bin_capacity: int,
-        collect_metrics: bool = False,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-        *,
-        order: str = "balanced",
-    ) -> None:
-        super().__init__(bin_capacity, min_bin_count, bin_count_multiple, order=order)
-
-
 def get_packer(
     algorithm: enum.Enum | str,
     bin_capacity: int,
     collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
-) -> SequencePacker:
+) -> BinPacker:
     """Packer for an algorithm's name; replaces NeMo-RL's factory of this name.
 
     Args:
         algorithm: one of NeMo-RL's names in any case, or a member of its enum. ``concatenative`` keeps arrival order;
             the others, and ``balanced``, are the plan.
-        bin_capacity, collect_metrics, min_bin_count, bin_count_multiple: as for :class:`SequencePacker`.
+        collect_metrics: accepted and ignored.
+        bin_capacity, min_bin_count, bin_count_multiple: as for :class:`ullage.engines.packers.BinPacker`.
 
     Raises ``InputError``, a ``ValueError``, for another name.
+
+    >>> get_packer("first_fit_shuffle", 8, bin_count_multiple=2).pack([5, 3, 4, 4])
+    [[2, 3], [0, 1]]
     """
-    name = algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)
-    if name.upper() not in ALGORITHMS:
-        raise InputError("Unknown packing algorithm", expected=" or ".join(ALGORITHMS), found=name)
-    stand_for(SequencePacker, f"{MODULE}.algorithms", "SequencePacker")
-    order = "next_fit" if name.upper() == ARRIVAL else "balanced"
-    return SequencePacker(bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, order=order)
+    order = "next_fit" if require_algorithm(algorithm, ALGORITHMS) == ARRIVAL else "balanced"
+    stand_for(f"{MODULE}.algorithms", "SequencePacker")
+    return BinPacker(bin_capacity, min_bin_count, bin_count_multiple, order=order)
 
 
 def install() -> Replacements:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import sys
+from collections.abc import Iterable
 
 from ullage.core.errors import InputError
 from ullage.core.layout import Integers
@@ -56,8 +58,16 @@ class BinPacker:
         )
 
 
-def stand_for(ours: type, module: str, name: str) -> None:
-    """Make ``isinstance`` count objects of ``ours`` as the abstract class ``name`` of ``module``, if that is loaded."""
+def require_algorithm(algorithm: enum.Enum | str, names: Iterable[str]) -> str:
+    """Name of an algorithm, which is a text in any case or a member of an enum. Raises ``InputError`` for another."""
+    name = algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)
+    if name.upper() not in names:
+        raise InputError("Unknown packing algorithm", expected=" or ".join(names), found=name)
+    return name.upper()
+
+
+def stand_for(module: str, name: str) -> None:
+    """Make ``isinstance`` count a :class:`BinPacker` as the abstract class ``name`` of ``module``, if it is loaded."""
     theirs = getattr(sys.modules.get(module), name, None)
-    if theirs is not None and not issubclass(ours, theirs):
-        theirs.register(ours)
+    if theirs is not None and not issubclass(BinPacker, theirs):
+        theirs.register(BinPacker)

@@ -20,7 +20,7 @@ class Replacements:
 
     @property
     def places(self) -> list[str]:
-        """Dotted names of all places that were replaced: ``verl.trainer.ppo.ray_trainer.calculate_workload``."""
+        """Dotted names of all places that were replaced: ``verl.trainer.sft_trainer_ray.rearrange_micro_batches``."""
         methods = [f"{cls.__module__}.{cls.__qualname__}.{name}" for cls, name, _, _ in self._methods]
         return sorted([*(f"{scope.get('__name__')}.{name}" for scope, name, _, _ in self._made), *methods])
 

@@ -13,21 +13,12 @@ from __future__ import annotations
 
 import enum
 
-from ullage.core.errors import InputError
-from ullage.engines.packers import BinPacker, stand_for
+from ullage.engines.packers import BinPacker, require_algorithm, stand_for
 from ullage.engines.replacing import Replacements, replace
 
 MODULE = "skyrl.train.dataset.bin_packing"
 #: Name of an algorithm -> the class of SkyRL's that its packer stands for, and what a sequence above the capacity does.
 ALGORITHMS = {"FIRST_FIT_DECREASING": ("FirstFitDecreasing", "error"), "BALANCED": ("Balanced", "alone")}
-
-
-class HardPacker(BinPacker):
-    """Packer that refuses a sequence above the capacity: SkyRL's ``first_fit_decreasing``, but balanced."""
-
-
-class SoftPacker(BinPacker):
-    """Packer that leaves a sequence above the capacity alone in its bin: SkyRL's ``balanced``."""
 
 
 def make_seq_packer(
@@ -42,13 +33,9 @@ def make_seq_packer(
     sequence above ``bin_capacity``, which ``first_fit_decreasing`` refuses and ``balanced`` leaves alone in its bin,
     with a warning. Raises ``InputError``, a ``ValueError``, for another name.
     """
-    name = (algorithm.name if isinstance(algorithm, enum.Enum) else str(algorithm)).upper()
-    if name not in ALGORITHMS:
-        raise InputError("Unknown packing algorithm", expected=" or ".join(ALGORITHMS), found=name)
-    theirs, oversize = ALGORITHMS[name]
-    ours = HardPacker if oversize == "error" else SoftPacker
-    stand_for(ours, MODULE, theirs)
-    return ours(bin_capacity, min_bin_count, bin_count_multiple, oversize=oversize)
+    theirs, oversize = ALGORITHMS[require_algorithm(algorithm, ALGORITHMS)]
+    stand_for(MODULE, theirs)
+    return BinPacker(bin_capacity, min_bin_count, bin_count_multiple, oversize=oversize)
 
 
 def install() -> Replacements:

@@ -1,4 +1,4 @@
-"""verl adapter: its balancing functions and its dynamic context-parallel scheduler, over ullage's plan.
+"""verl adapter: its balancing functions, over ullage's plan.
 
 In verl every data-parallel rank holds its own rows, and balancing divides them into partitions and microbatches. The
 functions here have the names, arguments and results of verl's, so one line per function puts them in place::
@@ -10,16 +10,14 @@ or ``ullage.engines.verl.install()`` all of them, in every module that has impor
 Partitions are never less even than by verl's Karmarkar-Karp, and take less time. A microbatch never exceeds its tokens,
 unless one group of rows does. A failure on one rank raises on all.
 
-Shown with verl's tests/utils/test_seqlen_balancing.py, test_prepare_micro_batches_with_group_size.py and
-test_dynamic_cp_scheduler.py of 22 August 2026 over these functions. verl is not installed where this project is tested.
+Shown with verl's tests/utils/test_seqlen_balancing.py and test_prepare_micro_batches_with_group_size.py of 22 August
+2026 over these functions. verl is not installed where this project is tested.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,23 +30,11 @@ from ullage.core.layout import Int64, as_lengths
 from ullage.engines.replacing import Replacements, replace
 from ullage.planning.cost import LINEAR_7B
 from ullage.planning.lists import Filling, partitions
-from ullage.planning.placement import free_degrees, slots_of
-from ullage.planning.planner import plan
-from ullage.planning.plans import Plan
 from ullage.planning.request import refuse_oversize
 from ullage.ranks import Axis, agree, tried
 from ullage.ranks.wire import gather_int64
 
 MODULE = "verl.utils.seqlen_balancing"
-
-
-def calculate_workload(seqlen_list: Tensor) -> Tensor:
-    """Work of sequences of these lengths, int64: ``24576·L + L²``, verl's, which is that of a 7B transformer.
-
-    Does not wait for the device.
-    """
-    length = seqlen_list.long()
-    return length * (LINEAR_7B + length)
 
 
 def get_seqlen_balanced_partitions(
@@ -175,184 +161,7 @@ def _select(column: Any, rows: Sequence[int]) -> Any:
     return column
 
 
-def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Sequence[int]]) -> Tensor:
-    """Outputs of the microbatches, one after another, in the order of the batch.
-
-    ``data`` [rows, ...], or nested; ``batch_idx_list``: from :func:`rearrange_micro_batches`. Raises
-    ``InputError`` if they disagree.
-    """
-    order = np.fromiter(chain.from_iterable(batch_idx_list), np.int64)
-    if len(order) != data.size(0):
-        raise InputError("outputs and indices disagree", expected=f"{len(order)} rows", found=data.size(0))
-    return _select(data, np.argsort(order).tolist())
-
-
-@dataclass
-class _SharedBin:
-    """Sequences that ``degree`` consecutive ranks run together."""
-
-    degree: int
-    ids: list[int]
-
-
-class DynamicCPScheduler:
-    """Scheduler of microbatches in which sequences run on 1, 2, 4, ... or all ranks, as verl calls Megatron-Core's.
-
-    Args:
-        max_seqlen_per_dp_cp_rank: tokens that a rank holds in one microbatch.
-        cp_size, dp_size: the scheduler divides work over ``dp_size · cp_size`` ranks.
-        microbatch_group_size_per_vp_stage: the number of microbatches is a multiple of this.
-        min_cp_size: least number of ranks per sequence.
-
-    Raises ``InputError``, a ``ValueError``, for numbers that are not positive or do not divide.
-    """
-
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None = None,
-        min_cp_size: int = 1,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = require_int(max_seqlen_per_dp_cp_rank, "max_seqlen_per_dp_cp_rank", least=1)
-        self.ranks = require_int(cp_size, "cp_size", least=1) * require_int(dp_size, "dp_size", least=1)
-        self.multiple = require_int(
-            microbatch_group_size_per_vp_stage or 1, "microbatch_group_size_per_vp_stage", least=1
-        )
-        self.min_cp_size = require_int(min_cp_size, "min_cp_size", least=1)
-        if self.ranks % self.min_cp_size:
-            raise InputError("min_cp_size must divide the ranks", expected=f"a part of {self.ranks}", found=min_cp_size)
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Iterable[tuple[Any, int]]) -> list[list[list[Any]]]:
-        """Ids of the samples that each rank runs, by microbatch and rank.
-
-        ``sample_id_seqlens``: pairs of an id and a length in tokens. Ranks that share samples are consecutive and begin
-        at a multiple of their number; they list the same ids. No rank is without samples: where the plan leaves one
-        idle, a bin is divided or shared by more ranks, at last by all of them. Raises ``InputError`` for an id that
-        occurs twice, a sequence that all ranks together cannot hold, and too few sequences to keep every rank busy.
-        """
-        pairs = list(sample_id_seqlens)
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            raise InputError("an id occurs twice", found=next(name for name in names if names.count(name) > 1))
-        lengths = as_lengths([length for _, length in pairs], "lengths")
-        # Blocks of ``min_cp_size`` ranks are the ranks of the plan, which gives each bin 1, 2, 4, ... or all of them.
-        num_blocks, capacity = self.ranks // self.min_cp_size, self.max_seqlen_per_dp_cp_rank * self.min_cp_size
-        made = plan(
-            lengths,
-            ranks=num_blocks,
-            capacity=capacity,
-            context_parallel="auto",
-            microbatch_multiple=self.multiple,
-            pad_to_multiple_of=1 if self.min_cp_size == 1 else 2 * self.min_cp_size,
-        )
-        # Every microbatch must occupy every rank, and their number be a multiple.
-        steps = [step for microbatch in range(made.num_microbatches) if (step := _occupied(made, microbatch))]
-        steps += [[] for _ in range(-len(steps) % self.multiple)]
-        _occupy_all(steps, made)
-        # Largest degree first, so that each bin begins at a multiple of its degree.
-        return [
-            [
-                [names[i] for i in part.ids]
-                for part in sorted(step, key=lambda part: -part.degree)
-                for _ in range(part.degree * self.min_cp_size)
-            ]
-            for step in steps
-        ]
-
-
-def _occupied(made: Plan, microbatch: int) -> list[_SharedBin]:
-    found, rank = [], 0
-    while rank < made.ranks:
-        degree = made.degree(microbatch, rank)
-        ids = made.members(microbatch, rank).tolist()
-        if ids:
-            found.append(_SharedBin(degree, ids))
-        rank += degree
-    return found
-
-
-def _occupy_all(steps: list[list[_SharedBin]], made: Plan) -> None:
-    """Occupy the idle ranks of every microbatch, most expensive bin first.
-
-    A bin of several sequences is halved, and one half goes to the idle ranks; a bin of one sequence gets the next
-    degree; where no bin fits the idle ranks, they get a sequence of another bin, of any microbatch, and where there is
-    none, all ranks share the microbatch. Changes ``steps``.
-    """
-    costs, degrees = made.costs.tolist(), free_degrees(made.ranks)
-
-    def cost_per_rank(part: _SharedBin) -> float:
-        return sum(costs[i] for i in part.ids) / part.degree
-
-    def wider(part: _SharedBin, idle: int) -> int | None:
-        """The next degree of a bin of one sequence, if the idle ranks suffice for it."""
-        following = next((degree for degree in degrees if degree > part.degree), None)
-        if following is None or following - part.degree > idle or len(part.ids) > 1:
-            return None
-        return following if _fits(made, part.ids, following) else None
-
-    for step in steps:
-        while idle := made.ranks - sum(part.degree for part in step):
-            fitting = [
-                part for part in step if (len(part.ids) > 1 and part.degree <= idle) or wider(part, idle) is not None
-            ]
-            if fitting:
-                expensive = max(fitting, key=cost_per_rank)
-                following = wider(expensive, idle)
-                if following is None:
-                    step.append(_SharedBin(expensive.degree, _halve(expensive.ids, costs)))
-                else:
-                    expensive.degree = following
-                continue
-            spare = _taken(steps, idle, made, cost_per_rank)
-            together = [i for part in step for i in part.ids]
-            if spare is not None:
-                step.append(spare)
-            elif together and _fits(made, together, made.ranks):
-                step[:] = [_SharedBin(made.ranks, together)]
-            else:
-                raise InputError(
-                    "there are too few sequences to keep every rank busy",
-                    expected="for each rank of each microbatch a sequence, or a share of one",
-                    found=f"{made.num_sequences} sequences",
-                )
-
-
-def _fits(made: Plan, ids: list[int], degree: int) -> bool:
-    return int(slots_of(made.lengths[ids], made.pad_to_multiple_of, degree).sum()) <= made.capacity * degree
-
-
-def _halve(ids: list[int], costs: list[int]) -> list[int]:
-    """Move sequences with about half of the work, at least one and not all, out of ``ids``; return them."""
-    # Largest first, each to the lighter side; ``balance`` is the work kept less the work taken.
-    kept, taken, balance = [], [], 0
-    for i in sorted(ids, key=lambda i: -costs[i]):
-        lighter = kept if balance < 0 or not kept else taken
-        lighter.append(i)
-        balance += costs[i] if lighter is kept else -costs[i]
-    ids[:] = kept
-    return taken
-
-
-def _taken(
-    steps: list[list[_SharedBin]], idle: int, made: Plan, cost_per_rank: Callable[[_SharedBin], float]
-) -> _SharedBin | None:
-    """Bin of one sequence that fits on at most ``idle`` ranks, from the most expensive bin that has several."""
-    rich = [part for step in steps for part in step if len(part.ids) > 1]
-    for part in sorted(rich, key=cost_per_rank, reverse=True):
-        for i in sorted(part.ids, key=lambda i: -int(made.costs[i])):
-            for degree in free_degrees(made.ranks):
-                if degree <= idle and _fits(made, [i], degree):
-                    part.ids.remove(i)
-                    return _SharedBin(degree, [i])
-    return None
-
-
 def install() -> Replacements:
-    """Replace verl's functions, wherever they were imported, and the scheduler that its dynamic context parallelism
-    asks Megatron-Core for."""
-    ours = (calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches, restore_dynamic_batch)
-    table: dict[str, Any] = {f"{MODULE}.{function.__name__}": function for function in ours}
-    table["verl.utils.dynamic_cp_scheduler.get_megatron_dynamic_cp_scheduler_cls"] = lambda: DynamicCPScheduler
-    return replace(table)
+    """Replace verl's functions, wherever they were imported."""
+    ours = (get_seqlen_balanced_partitions, rearrange_micro_batches)
+    return replace({f"{MODULE}.{function.__name__}": function for function in ours})

@@ -23,12 +23,10 @@ from ullage.models.cells import Cell, register_cell
 from ullage.models.classical import GRUCell, LSTMCell, ReLUCell, TanhCell
 from ullage.models.classification import RecurrentForSequenceClassification, RecurrentForTokenClassification
 from ullage.models.configuration import RecurrentConfig
-from ullage.models.encoder_decoder import RecurrentEncoderDecoder
-from ullage.models.encoder_decoder import RecurrentEncoderDecoderConfig
+from ullage.models.encoder_decoder import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
 from ullage.models.sequences import RaggedInputs
-from ullage.models.minimal import MinGRUCell, MinLSTMCell
+from ullage.models.minimal import MinGRUCell, MinLSTMCell, linear_scan
 from ullage.models.modeling import RecurrentModel
-from ullage.models.scan import linear_scan
 from ullage.models.state import RecurrentState
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)

@@ -53,7 +53,7 @@ class Blocks:
             raise InputError("a source is empty", where=f"sequence {int(empty[0])}", expected="at least one token")
         # Equal lengths on both sides are one full block.
         is_equal = (targets == targets[0]).all() and (sources == sources[0]).all()
-        members = (np.arange(len(targets)),) if is_equal else _grouped(targets, sources)
+        members = (np.arange(len(targets)),) if is_equal else _group_by_shape(targets, sources)
         return cls(targets, members, *(Calls(Layout(side), members, device) for side in (targets, sources)))
 
     @property
@@ -201,7 +201,7 @@ def _pieces(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(n, n + count), slice(t, t + height)
 
 
-def _grouped(targets: Int64, sources: Int64) -> tuple[Int64, ...]:
+def _group_by_shape(targets: Int64, sources: Int64) -> tuple[Int64, ...]:
     """Sequences of about one shape together, each array the sequences of one block."""
     # Longest source first, so that a block is as wide as its first sequence; a new block begins where the next
     # sequence would leave too much padding.

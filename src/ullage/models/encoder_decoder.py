@@ -92,7 +92,7 @@ class Targets:
         described = attention_mask is not None or input_lengths is not None or cu_seq_lens is not None
         as_they_stand = decoder_input_ids is not None and torch.compiler.is_compiling()
         if labels is not None and not described and not as_they_stand:
-            attention_mask = _labelled(labels, from_the_start=decoder_input_ids is not None)
+            attention_mask = _mask_of_labels(labels, from_the_start=decoder_input_ids is not None)
         sequences = Sequences.read(
             rows, attention_mask=attention_mask, input_lengths=input_lengths, cu_seq_lens=cu_seq_lens
         )
@@ -100,7 +100,7 @@ class Targets:
         if decoder_input_ids is not None:
             return cls(sequences.flatten(decoder_input_ids), flat_labels, sequences)
         assert flat_labels is not None
-        return cls(_shifted(flat_labels, sequences, start, filler), flat_labels, sequences)
+        return cls(_shift_flat(flat_labels, sequences, start, filler), flat_labels, sequences)
 
 
 def shift_right(labels: Tensor, start: int, filler: int) -> Tensor:
@@ -110,14 +110,14 @@ def shift_right(labels: Tensor, start: int, filler: int) -> Tensor:
     return ids.masked_fill(ids == IGNORED_LABEL, filler)
 
 
-def _shifted(labels: Tensor, sequences: Sequences, start: int, filler: int) -> Tensor:
+def _shift_flat(labels: Tensor, sequences: Sequences, start: int, filler: int) -> Tensor:
     # Rolled over the whole flat row: a sequence's first id is that of the one before until the start token replaces
     # it.
     ids = labels.roll(1).index_fill(0, sequences.starts(labels.device), start)
     return ids.masked_fill(ids == IGNORED_LABEL, filler)
 
 
-def _labelled(labels: Tensor, *, from_the_start: bool) -> Tensor:
+def _mask_of_labels(labels: Tensor, *, from_the_start: bool) -> Tensor:
     """True from a row's first label that counts, or from its start, to its last one; on one token if none counts."""
     real = labels != IGNORED_LABEL
     # A cumulated sum from the right is positive up to the last label that counts. The first column is always set, so
@@ -499,10 +499,10 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
                 )
             kwargs |= {"past_key_values": state.copy(), "decoder_attention_mask": torch.ones_like(prompts)}
         elif prompts is not None:
-            kwargs |= self._started(prompts, kwargs)
+            kwargs |= self._start_targets(prompts, kwargs)
         return kwargs
 
-    def _started(self, prompts: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _start_targets(self, prompts: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Begun targets, each with the start token in front, padded on the left, and their mask."""
         lengths = kwargs.pop("decoder_input_lengths", None)
         if isinstance(prompts, Tensor):

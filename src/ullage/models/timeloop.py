@@ -113,7 +113,7 @@ def _gru_backward(
     """
     width = state.shape[1]
     reset, update, new = reset_update_new.split(width, 1)
-    before = _shifted(output, state, rows)
+    before = _states_before(output, state, rows)
     # For all tokens at once: the derivative of each output by each gate before its activation.
     # With h = (1 - z)·n + z·h₋ and n = tanh(x + r·a), where a is the recurrent part of the new gate: by z it is
     # (h₋ - n)·z(1 - z), by a (the third part here) (1 - z)(1 - n²)·r, and by r, which acts through n, that last one
@@ -205,7 +205,7 @@ def _rnn_backward(
         slope.mul_(_add_carried(given, carried, torch.empty_like(slope)))
         carried = slope @ weight
     assert carried is not None
-    return slopes, slopes.t() @ _shifted(output, state, rows), carried
+    return slopes, slopes.t() @ _states_before(output, state, rows), carried
 
 
 @_rnn_backward.register_fake
@@ -228,7 +228,7 @@ def _rnn_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _rnn.register_autograd(_rnn_gradients, setup_context=_rnn_setup)
 
 
-def _shifted(output: Tensor, state: Tensor, rows: list[int]) -> Tensor:
+def _states_before(output: Tensor, state: Tensor, rows: list[int]) -> Tensor:
     """The state before each step [size, H]: the output of the step before, of the sequences that still run."""
     before = [out[:count] for out, count in zip(output.split(rows)[:-1], rows[1:], strict=True)]
     return torch.cat([state[: rows[0]], *before])

@@ -2,7 +2,8 @@
 
 ``partitions`` divides values evenly, ``bins`` fills microbatches, ``schedule`` fills the microbatches of every rank.
 Pure: no process group, no device, no data. The adapters of ``ullage.engines`` are tables of names over these three,
-which ``ullage.engines.replacing`` puts in place of a framework's own functions.
+which ``ullage.engines.replacing`` puts in place of a framework's own functions. ``pack_lengths`` packs a whole dataset,
+without ranks or steps.
 """
 
 from __future__ import annotations
@@ -14,18 +15,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ullage.core.errors import InputError, listed, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
-from ullage.planning.bins import pack_lengths
+from ullage.planning.bounds import bin_bound
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
+from ullage.planning.placement import NO_LIMIT
 from ullage.planning.planner import plan
 from ullage.planning.plans import Plan
 from ullage.planning.request import groups as item_numbers
 from ullage.planning.request import refuse_large_groups, refuse_oversize
+from ullage.planning.solver.compiled import run
+from ullage.planning.solver.items import Room, falling_order, rows
+from ullage.planning.solver.packing import pack_items
+
+
+class PackedBins(NamedTuple):
+    """Bins in compressed rows: bin *k* holds the sequences ``ids[cu_ids[k]:cu_ids[k + 1]]``, in the dataset's order.
+
+    Attributes:
+        ids [n]: ids of the sequences, bin by bin, int64.
+        cu_ids [num_bins + 1]: where each bin begins in ``ids``, int64.
+    """
+
+    ids: Int64
+    cu_ids: Int64
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins, each of which holds a sequence."""
+        return len(self.cu_ids) - 1
+
+
+def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
+    """Pack sequences of ``lengths`` [n] tokens into as few bins of ``capacity`` tokens as can be found quickly.
+
+    Every sequence is in exactly one bin and no bin is over ``capacity``. Deterministic; time and memory grow with n and
+    the capacity, a million sequences take a fraction of a second. Raises ``InputError`` for lengths that are not
+    integers >= 0, and for a sequence above ``capacity``.
+
+    >>> ids, cu_ids = pack_lengths([5, 3, 4, 4], capacity=8)
+    >>> ids.tolist(), cu_ids.tolist()
+    ([0, 1, 2, 3], [0, 2, 4])
+    """
+    given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1)
+    refuse_oversize(given, capacity, 1)
+    n = len(given)
+    # Largest first, as packing wants them; each item is one sequence. The L2 bound tells when no better packing
+    # exists.
+    order = run(falling_order, given, work=3 * n)
+    packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
+    room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
+    used = run(pack_items, given[order], ones, room, target, packed, work=50 * n)
+    # From the order by size back to that of the dataset.
+    home = np.empty(n, np.int64)
+    home[order] = packed
+    return PackedBins(*run(rows, home, used, work=n))
+
 
 _logger = logging.getLogger(__name__)
 #: Bits of the work of all sequences together: as exact as float64, and far from where sums of it would overflow.
@@ -192,7 +241,7 @@ class Filling:
         ranks, cap = require_int(ranks, "ranks", least=1), require_int(cap, "the capacity", least=1)
         given = as_lengths(lengths)
         grouping = Grouping.read(groups, len(given))
-        slots, capacity = _fitted(given, grouping, cap, oversize)
+        slots, capacity = _fit_items(given, grouping, cap, oversize)
         return cls(grouping, slots, grouping.sums(work_of(given, work)), capacity, ranks, order, sync, max_sequences)
 
     @cached_property
@@ -230,7 +279,7 @@ class Filling:
         )  # fmt: skip
 
 
-def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tuple[Int64, int]:
+def _fit_items(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tuple[Int64, int]:
     """Slots of each item, and the capacity, with which an item above ``cap`` fills a bin and has it alone."""
     slots, n = grouping.sums(lengths), len(grouping.members)
     large = np.flatnonzero(slots > cap)
@@ -240,7 +289,7 @@ def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tupl
         refuse_oversize(lengths, cap, 1)
         counts = grouping.sums(np.ones_like(lengths))
         refuse_large_groups(slots, counts, grouping.item, np.arange(len(lengths)), cap, len(lengths))
-    shown = [_named(grouping.members[k], int(slots[k])) for k in large.tolist()]
+    shown = [_describe_item(grouping.members[k], int(slots[k])) for k in large.tolist()]
     _logger.warning("above the capacity of %d tokens, and therefore alone in a microbatch: %s", cap, listed(shown, 4))
     if not slots.all():
         # An item without tokens takes room too: one of n + 1 parts of a token, so that all of them are less than one.
@@ -248,7 +297,7 @@ def _fitted(lengths: Int64, grouping: Grouping, cap: int, oversize: str) -> tupl
     return np.minimum(slots, cap), cap
 
 
-def _named(ids: list[int], tokens: int) -> str:
+def _describe_item(ids: list[int], tokens: int) -> str:
     if len(ids) == 1:
         return f"sequence {ids[0]} ({tokens} tokens)"
     return f"the group of sequences {', '.join(map(str, ids[:8]))}{', ...' * (len(ids) > 8)} ({tokens} tokens)"
@@ -337,7 +386,7 @@ def partitions(
 
 
 def _numbers(values: Any, name: str) -> list[float]:
-    """``values`` as Python's numbers, which neither overflow nor round. Raises ``InputError`` for what is none."""
+    """``values`` as Python's numbers, which neither overflow nor round. Raises ``InputError`` for anything else."""
     to_list = getattr(values, "tolist", None)  # of arrays and tensors: of any device, and of types that numpy lacks
     array = np.asarray(to_list() if to_list is not None else values)
     found = array.tolist()

@@ -19,8 +19,7 @@ from ullage.planning.placement import NO_LIMIT, free_degrees, slot_multiple, slo
 from ullage.planning.plans import Plan
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.items import rows
-from ullage.planning.strategies import ALIASES, PREASSIGNED, find_strategy
-from ullage.planning.task import Assignment, Strategy, Task
+from ullage.planning.strategies import ALIASES, PREASSIGNED, Assignment, Strategy, Task, find_strategy
 
 
 @dataclass(frozen=True)

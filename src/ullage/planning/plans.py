@@ -18,7 +18,7 @@ import numpy as np
 from ullage.core.display import Paged, Shown, counted, page_of, write_page
 from ullage.core.errors import InputError, listed, require_int
 from ullage.core.layout import Int64, as_lengths
-from ullage.planning.bounds import microbatch_bound, mixed_path, path_bound
+from ullage.planning.bounds import microbatch_bound, path_bound
 from ullage.planning.placement import ARRAYS, Placement, slots_of
 
 #: Ids that one line names before it only counts.
@@ -171,8 +171,6 @@ class Statistics(Shown):
     lower_bound: int
     rank_imbalance_bound: float
     critical_path_bound: float
-    #: What a degree for each sequence inside a microbatch would reach, beside one degree for all of it.
-    mixed_critical_path: float
     #: Sequences and their tokens that run on more than one rank.
     num_shared: int
     shared_tokens: int
@@ -304,7 +302,6 @@ def _statistics(plan: Placement) -> Statistics:
     capacity_tokens = plan.num_microbatches * plan.ranks * plan.capacity
     ideal = _mean_rank(plan)
     highest = float(plan.loads.sum(axis=0).max(initial=0))
-    reached = _critical_path(plan)
     shared = degree > 1
     bounds = path_bound(plan)
     return Statistics(
@@ -323,11 +320,10 @@ def _statistics(plan: Placement) -> Statistics:
         sum_squared_lengths=sum_of_squares(placed),
         ullage=1 - num_tokens / capacity_tokens if capacity_tokens else 0.0,
         rank_imbalance=highest / ideal if ideal else 1.0,
-        critical_path=reached,
+        critical_path=_critical_path(plan),
         lower_bound=microbatch_bound(plan),
         rank_imbalance_bound=bounds.rank_imbalance,
         critical_path_bound=bounds.critical_path,
-        mixed_critical_path=min(reached, mixed_path(plan)),
         num_shared=int(np.count_nonzero(shared)),
         shared_tokens=int(placed[shared].sum()),
     )

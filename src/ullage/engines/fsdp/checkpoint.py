@@ -71,7 +71,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     sizes["dp_replicate"] = parallel.dp_replicate
 
     def write(place: Path) -> None:
-        chunks.write(state, place)
+        chunks.write_folder(state, place)
         # Every rank writes its own chunks; what is the same everywhere is written by one.
         if rank_here() == 0:
             model.config.save_pretrained(place)
@@ -136,7 +136,7 @@ def load(
     # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is
     # then moved over.
     targets = {name: chunks.writable(value) for name, value in weights.items()}
-    chunks.read({"model": targets}, folder)
+    chunks.read_folder({"model": targets}, folder)
     chunks.copy_back(weights, targets)
     if loader is not None:
         loader.load(settings)
@@ -184,7 +184,7 @@ def _load_trainers(
         state.load_state_dict(schedule)
 
 
-def whole_weights(model: Any) -> dict[str, Any]:
+def gather_weights(model: Any) -> dict[str, Any]:
     """All weights of a sharded model by name, on rank 0; the others take part in gathering them and keep none."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -195,7 +195,7 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
     Collective; rank 0 gathers all weights in its memory. Raises on every rank if they could not be written.
     """
     parallel_of(model)
-    whole = whole_weights(model)
+    whole = gather_weights(model)
 
     def write(staging: Path) -> None:
         if rank_here() == 0:

@@ -31,7 +31,7 @@ States = dict[str, dict[str, Any]]
 _CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 
-def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def parameter_names(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the parameters in each group. Raises ``InputError`` if one is not the model's."""
     # Parameters are compared as objects: while weights are gathered, the model has other tensors than the optimizer.
     reshard(model)
@@ -48,11 +48,11 @@ def names_of(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
 
 
 def require_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Check an optimizer once, and keep it from batching tensors of two meshes. Raises as :func:`names_of`."""
+    """Check an optimizer once, and keep it from batching tensors of two meshes. Raises as :func:`parameter_names`."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) == count:
         return
-    names_of(model, optimizer)
+    parameter_names(model, optimizer)
     for group in optimizer.param_groups:
         # Under tp a group may hold parameters on dp·cp × tp and on dp·cp alone, and one call over many tensors takes
         # one mesh.
@@ -89,7 +89,7 @@ def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     """The state of the optimizer as it is written: none before its first step."""
     state: dict[str, Any] = {}
     groups = []
-    for group, names in zip(optimizer.param_groups, names_of(model, optimizer)):
+    for group, names in zip(optimizer.param_groups, parameter_names(model, optimizer)):
         for parameter, name in zip(group["params"], names):
             if parameter in optimizer.state:
                 held = optimizer.state[parameter]
@@ -113,7 +113,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def fill(self, held: States) -> None:
-        """Fill the tensors of the state, and put what are none in their places. Collective."""
+        """Fill the tensors of the state, and replace its other values. Collective."""
         ...
 
 
@@ -130,7 +130,7 @@ class OptimizerLoader:
         self._optimizer, self._saved, self._new = optimizer, saved, False
         require_optimizer(model, optimizer)
         self._aliases = {name: names for names in tied_names(model) for name in names}
-        self._groups = [[self._known(name) for name in names] for names in names_of(model, optimizer)]
+        self._groups = [[self._known(name) for name in names] for names in parameter_names(model, optimizer)]
         self._trained = {self._known(name) for name, p in model.named_parameters() if p.requires_grad}
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class OptimizerLoader:
         if self._new and self._saved.names:
             make_state(self._optimizer)
         try:
-            self._saved.require(self._held())
+            self._saved.require(self._own_state())
         except CheckpointError:
             self._forget()
             raise
@@ -168,7 +168,7 @@ class OptimizerLoader:
 
     def load(self, settings: list[dict[str, Any]]) -> None:
         """Fill the optimizer's tensors, and its settings if there are any. Collective."""
-        held = self._held()
+        held = self._own_state()
         if held:
             self._saved.fill(held)
         for group, names in zip(self._optimizer.param_groups, self._groups):
@@ -186,7 +186,7 @@ class OptimizerLoader:
         if self._new:
             self._optimizer.state.clear()
 
-    def _held(self) -> States:
+    def _own_state(self) -> States:
         """The optimizer's own state of each parameter of which some was saved."""
         return {
             name: {key: value for key, value in self._optimizer.state[parameter].items() if value is not None}
@@ -228,12 +228,12 @@ class DistributedOptimizer:
             listed[i] |= {key: value for key, value in group.items() if f"{_GROUPS}{i}.{key}" in self._items}
             listed[i]["params"] = []
         if count:
-            chunks.read({"optim": {"param_groups": listed}}, self._folder)
+            chunks.read_folder({"optim": {"param_groups": listed}}, self._folder)
         return [(group, group["params"]) for group in listed]
 
     def fill(self, held: States) -> None:
         targets = {name: {key: chunks.writable(v) for key, v in state.items()} for name, state in held.items()}
-        chunks.read({"optim": {"state": targets}}, self._folder)
+        chunks.read_folder({"optim": {"state": targets}}, self._folder)
         for name, state in held.items():
             chunks.copy_back(state, targets[name])
 

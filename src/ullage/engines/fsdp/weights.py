@@ -165,16 +165,15 @@ class Source:
             self._buffers = {n: b for n, b in twin.named_buffers() if n not in self._names}
 
     @classmethod
-    def of(cls, model: Any, weights: str | Path | None, seed: int | None) -> Source | None:
+    def of(cls, model: Any, weights: str | Path | None) -> Source | None:
         """The source of the weights that some rank lacks. Collective. Raises ``InputError`` where there is none."""
         tensors = [*model.parameters(), *model.buffers()]
         is_meta = [tensor.is_meta for tensor in tensors]
         lacks = any(parameter.is_meta for parameter in model.parameters())
         said: list[tuple[bool, bool]] = gather_objects((lacks, all(is_meta)), Axis.world())
         if not any(lacking for lacking, _ in said):
-            if weights is not None or seed is not None:
-                name = "weights" if weights is not None else "seed"
-                raise InputError("this model has its weights already", where=name, expected="a model on meta")
+            if weights is not None:
+                raise InputError("this model has its weights already", where="weights", expected="a model on meta")
             return None
         lacking = [rank for rank, (lacks, _) in enumerate(said) if lacks]
         if any(not said[rank][1] for rank in lacking) or (0 not in lacking and len(lacking) < len(said) - 1):
@@ -183,25 +182,20 @@ class Source:
                 expected="all of them on all ranks, or on all ranks but the first",
                 found=f"on meta, in whole or part, on ranks {lacking}",
             )
-        given = sum(each is not None for each in (weights, seed))
-        if given != (1 if 0 in lacking else 0):
-            raise InputError(
-                "this model has no weights yet" if 0 in lacking else "rank 0 has the weights already",
-                expected="one of weights=FOLDER and seed=NUMBER" if 0 in lacking else "neither weights nor seed",
-                found="parameters on the meta device" if not given else "both" if given > 1 else "one of them",
-            )
-        if weights is not None:
+        if weights is not None and 0 in lacking:
             return cls(model, Path(weights), {})
+        if weights is not None:
+            raise InputError("rank 0 has the weights already", where="weights", expected="no folder of them")
+        if 0 in lacking:
+            raise InputError(
+                "this model has no weights yet",
+                expected="weights=FOLDER",
+                found="parameters on the meta device",
+                hint="or build the model off meta on rank 0, which then sends its weights",
+            )
         held: dict[str, Tensor] = {}
         if Axis.world().rank == 0:
-            source = model
-            if seed is not None:
-                # The caller's random numbers go on as if nothing had been drawn.
-                with torch.random.fork_rng():
-                    torch.manual_seed(seed)
-                    source = type(_unwrapped(model))(model.config)
-                source.to(next(model.parameters()).dtype)
-            held = {name: tensor.data for name, tensor in (*source.named_parameters(), *source.named_buffers())}
+            held = {name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         return cls(model, None, held)
 
     def take(self, model: nn.Module) -> None:
@@ -222,8 +216,6 @@ class Source:
             return lambda indices: folder.part(there, indices)
         if self._folder is not None:
             whole = self._buffers[name]
-        elif Axis.world().size == 1:
-            whole = self._held.pop(name)
         else:
             # One tensor at a time: no other rank ever holds two whole ones.
             rank = Axis.world().rank
@@ -239,19 +231,16 @@ def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(model.state_dict(keep_vars=True).items())
 
 
-def _unwrapped(model: Any) -> Any:
-    inner = bare(model)
-    if inner is not model:
-        raise InputError(
-            "a model with adapters is not built from a seed", where=type(model).__name__, hint="give rank 0 its weights"
-        )
-    return inner
-
-
 def _twin(model: Any) -> nn.Module:
     """Another model of the same kind, with real buffers and no weights."""
+    if bare(model) is not model:
+        raise InputError(
+            "a model with adapters is not built from a folder",
+            where=type(model).__name__,
+            hint="give rank 0 its weights",
+        )
     with init_empty_weights(include_buffers=False):
-        return type(_unwrapped(model))(model.config)
+        return type(model)(model.config)
 
 
 def _replace(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:

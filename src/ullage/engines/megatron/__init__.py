@@ -8,8 +8,7 @@ megatron-core is imported only by the functions that need it.
 from __future__ import annotations
 
 from ullage.engines.megatron.batch import get_batch_on_this_rank_for_sequence_packing
-from ullage.engines.megatron.settings import transformer_terms
-from ullage.engines.megatron.settings import schedulers
+from ullage.engines.megatron.settings import schedulers, transformer_terms
 from ullage.engines.megatron.training import PackedTraining, pack_training
 from ullage.engines.megatron.wrapping import WrappedStep, packed_step, wrap_data_iterator
 

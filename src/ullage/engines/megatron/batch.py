@@ -105,7 +105,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     # Rank 0 cuts the slice of this context-parallel rank and sends it.
     mine: RaggedBatch | None = None
     if given is not None:
-        mine, failure = tried(lambda: _sliced(given, wanted, topology, pg_collection, config))
+        mine, failure = tried(lambda: _cut_slice(given, wanted, topology, pg_collection, config))
         if everywhere and failure is not None:
             raise failure
     # Where every rank has its own microbatches the axis is one of a single rank, on which nothing is sent.
@@ -203,7 +203,9 @@ def _slice_of(degree: int, topology: Topology, pg_collection: Any) -> _Slice:
     return _Slice(degree, whole.rank % degree, group)
 
 
-def _sliced(given: Microbatch, wanted: list[str], topology: Topology, pg_collection: Any, config: Any) -> RaggedBatch:
+def _cut_slice(
+    given: Microbatch, wanted: list[str], topology: Topology, pg_collection: Any, config: Any
+) -> RaggedBatch:
     """Slice of a microbatch for this rank and its tensor-parallel peers, with ``_DESCRIPTION`` per sequence."""
     degree = _degree(given)
     part = _slice_of(degree, topology, pg_collection)

@@ -32,7 +32,7 @@ def degree_groups(axis: Axis, degrees: Iterable[int]) -> dict[int, ProcessGroup]
     Made once per world and axis, with the backend of the axis's group. Collective over all ranks of the world where the
     world is bound to devices, over the ranks of each block otherwise; each must ask for the same degrees in one order.
     """
-    held = _held(axis)
+    held = _groups_along(axis)
     new = [degree for degree in sorted(set(degrees)) if degree not in held]
     held.update({degree: _of_megatron(axis, degree) for degree in new})
     if new and _bound():
@@ -54,7 +54,7 @@ def group_of(axis: Axis, degree: int) -> ProcessGroup:
             expected="1, or a number of ranks whose blocks, laid end to end, contain this one",
             found=degree,
         )
-    group = _held(axis).get(degree)
+    group = _groups_along(axis).get(degree)
     if group is None and _bound():
         group = _of_megatron(axis, degree)
         if group is None:
@@ -68,7 +68,7 @@ def group_of(axis: Axis, degree: int) -> ProcessGroup:
     return degree_groups(axis, [degree])[degree] if group is None else group
 
 
-def _held(axis: Axis) -> dict[int, ProcessGroup | None]:
+def _groups_along(axis: Axis) -> dict[int, ProcessGroup | None]:
     key, world = tuple(axis.ranks), dist.group.WORLD if dist.is_initialized() else None
     # A world that was destroyed and made again has other groups, so the world is compared too.
     if key not in _made or _made[key][0] is not world:

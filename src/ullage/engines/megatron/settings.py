@@ -10,12 +10,19 @@ The tail is a sequence of its own, the dummy (``thd_tail_padding_policy="append_
 to the slot of the last sequence (``"extend_last"``). A dummy is an ordinary sequence to attention and padding to the
 loss: its length is in ``cu_seqlens_q``, and the padding mask covers it.
 
+A field of another core may ask for something that packing here does not do, and to train on without a word would be
+wrong. So a field whose name says that it concerns packing is refused, unless it is known or at its default: the names
+are those of megatron-core 0.16.1, and of Megatron-LM's main branch (core 0.20.0) and dev branch (core 0.19.0) in August
+2026.
+
 Source: ``pad_sequence_for_thd`` in ``megatron/core/packed_seq_params.py`` of Megatron-LM's dev branch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +31,69 @@ import numpy as np
 
 from ullage.core.errors import InputError, require_int, require_one_of
 from ullage.core.layout import ORDERS, Int64, Layout
-from ullage.engines.megatron.fields import check_fields
 from ullage.engines.megatron.params import core_takes_groups
 from ullage.planning import TransformerCost, plan
 from ullage.planning.plans import Plan
 from ullage.planning.strategies import ALIASES, PREASSIGNED, strategy_names
 from ullage.ranks.topology import Topology
+
+#: What the name of a field contains that concerns packing.
+_CONCERNS = re.compile("pack|thd|seqlen|context_parallel|cp_")
+
+#: Of the fields with such names, those that decide how samples are packed, sliced or weighed,
+HONOURED = frozenset(
+    (
+        "cp_partition_mode",
+        "dynamic_context_parallel",
+        "max_seqlen_per_dp_cp_rank",
+        "min_dynamic_context_parallel_size",
+        "pad_packed_seq_alignment",
+        "sequence_packing_scheduler",
+        "thd_max_packed_sequences",
+        "thd_tail_padding_policy",
+    )
+)
+
+#: and those whose value makes no difference to packing: the model, the optimizer or the schedule reads them.
+WITHOUT_EFFECT = frozenset(
+    ("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "linear_cp_mode")
+)
+
+#: Fields that must have their default -> what to set in their place.
+REFUSED: dict[str, str] = {
+    "hybrid_context_parallel": "one microbatch has one context-parallel degree here: leave it off and set "
+    "sequence_packing_scheduler to 'default_dynamic_cp'",
+}
+
+
+def check_fields(config: Any) -> None:
+    """Raise ``InputError`` for a field that concerns packing, is set, and is not supported.
+
+    Unknown fields are looked for in dataclasses only, because elsewhere nobody knows a default.
+    """
+    for name, hint in REFUSED.items():
+        # Newer cores turn the old name into ``dynamic_context_parallel`` and leave it set.
+        if getattr(config, name, None) and not getattr(config, "dynamic_context_parallel", False):
+            raise InputError("packing does not support a field of the config", where=f"config.{name}", hint=hint)
+    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+        known = field.name in HONOURED or field.name in WITHOUT_EFFECT or field.name in REFUSED
+        if known or not _CONCERNS.search(field.name):
+            continue
+        value, default = getattr(config, field.name, None), _default(field)
+        if value is not default and bool(value != default):
+            raise InputError(
+                "packing does not know a field of the config that concerns it",
+                where=f"config.{field.name}",
+                expected=default,
+                found=value,
+                hint="leave it at its default",
+            )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | None:
@@ -75,7 +139,7 @@ _POLICIES = ("append_dummy_seq", "extend_last")
 
 
 def sequence_limit(config: Any) -> int | None:
-    """``thd_max_packed_sequences``, or ``None``. Raises ``InputError`` for what is no number."""
+    """``thd_max_packed_sequences``, or ``None``. Raises ``InputError`` for a value that is not a number."""
     most = getattr(config, "thd_max_packed_sequences", None)
     return None if most is None else require_int(most, "config.thd_max_packed_sequences", least=1)
 
@@ -101,7 +165,7 @@ class Tail:
 
     @classmethod
     def of(cls, config: Any, per_rank: int = 1) -> Tail | None:
-        """Read the config; ``None`` where rows get no tail. Raises ``InputError`` for a value that is none."""
+        """Read the config; ``None`` where rows get no tail. Raises ``InputError`` for an invalid value."""
         policy = getattr(config, "thd_tail_padding_policy", None) or _POLICIES[0]
         require_one_of(policy, _POLICIES, "config.thd_tail_padding_policy")
         most = sequence_limit(config)

@@ -14,7 +14,7 @@ What ``get_batch`` returns is read from the forward step: six values in releases
 assigns them say which.
 
 Models and configs that cannot train on packed rows are refused before the first step: every rank looks at its own
-stage, and :func:`require_packable` is one agreement of all, so where one stage is refused every rank raises.
+stage, and :func:`find_owners` is one agreement of all, so where one stage is refused every rank raises.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def _problem(chunks: Sequence[nn.Module], config: Any, plans_packed: bool) -> In
     return None
 
 
-def require_packable(
-    chunks: Sequence[nn.Module], config: Any, plans_packed: bool, has_iterator: bool, groups: Any
-) -> str:
+def find_owners(chunks: Sequence[nn.Module], config: Any, plans_packed: bool, has_iterator: bool, groups: Any) -> str:
     """Check every rank's part of a model, and tell which ranks bring samples: ``owners`` of ``packed_step``.
 
     Args:
@@ -198,8 +196,8 @@ def read_script(forward_step: Callable[..., Any], returns: Sequence[str] | None)
         ) from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if returns is None:
-        returns = _unpacked(tree)
-    if returns is None and not any(_called(call) == GET_PACKED_BATCH for call in calls):
+        returns = _names_of_batch(tree)
+    if returns is None and not any(_function_name(call) == GET_PACKED_BATCH for call in calls):
         raise InputError(
             "forward_step does not show what it takes from get_batch",
             expected=f"tokens, labels, ... = {GET_BATCH}(data_iterator, ...), or a call of {GET_PACKED_BATCH}",
@@ -213,19 +211,23 @@ def read_script(forward_step: Callable[..., Any], returns: Sequence[str] | None)
             "forward_step does not pass packed_seq_params to the model",
             hint="without it the sequences of a row see each other: call model(..., packed_seq_params=...)",
         )
-    plans = [call for call in calls if _called(call) == "build_schedule_plan"]
+    plans = [call for call in calls if _function_name(call) == "build_schedule_plan"]
     return Script(scope, None if returns is None else tuple(returns), all(plan in packed for plan in plans))
 
 
-def _called(call: ast.Call) -> str | None:
+def _function_name(call: ast.Call) -> str | None:
     function = call.func
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", None)
 
 
-def _unpacked(tree: ast.AST) -> tuple[str, ...] | None:
+def _names_of_batch(tree: ast.AST) -> tuple[str, ...] | None:
     """Names to which what ``get_batch`` returns is assigned."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _called(node.value) == GET_BATCH:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _function_name(node.value) == GET_BATCH
+        ):
             targets = getattr(node.targets[0], "elts", ())
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             if names and len(names) == len(targets):
@@ -409,7 +411,7 @@ class PackedTraining:
             return
         iterators = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator]
         has = any(iterator is not None for iterator in iterators)
-        owners = require_packable(chunks, config, self._script.plans_packed, has, groups)
+        owners = find_owners(chunks, config, self._script.plans_packed, has, groups)
         self._owners = self._owners or owners
         if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
             self._configs.append((config, config.variable_seq_lengths))

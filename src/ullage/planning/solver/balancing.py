@@ -22,7 +22,7 @@ import numpy as np
 
 from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.critical import deal_bins, least_path, path_of
+from ullage.planning.solver.critical import critical_path, deal_bins, least_path
 from ullage.planning.solver.improving import GOOD, divide, improve, link
 from ullage.planning.solver.items import Bins, Items, Room, falling_order, rows
 from ullage.planning.solver.packing import pack_items
@@ -77,7 +77,8 @@ def _level(items: Items, bins: Bins, room: Room, ranks: int, at: Int64, budget: 
                     target = before - gap // 2
                     if target < 0:
                         continue
-                    # Negative if nothing changed. 16 more pay for the attempt itself.
+                    # Ranks of 100 and 80: a bin of 30 is to cost 20, which makes both 90. Negative if nothing
+                    # changed. 16 more pay for the attempt itself.
                     spent = divide(items, bins, room, head, following, a, b, target, ours, theirs)
                     budget -= abs(spent) + 16
                     total[high] -= before - bins.load[a]
@@ -243,7 +244,7 @@ def _fill_and_compare(
                 continue
         # The two best with different paths: two equal paths are mostly one placement found twice, and improving it
         # twice gains nothing.
-        path = path_of(bins.load, falling_order(bins.load), ranks)
+        path = critical_path(bins.load, falling_order(bins.load), ranks)
         if path < best:
             first, second = bins, first
             best, next_best = path, best
@@ -312,15 +313,15 @@ def balance(
         return homes, microbatches
     bound = least_path(items.slots, items.costs, room.capacity, ranks)
     first, second, microbatches = first_placements(items, room, ranks, microbatches, microbatch_multiple, bound)
-    path = path_of(first.load, falling_order(first.load), ranks)
+    path = critical_path(first.load, falling_order(first.load), ranks)
     if path > bound * GOOD:
         # The better placement gets half the budget, the other one the rest of it.
         half = budget // 2
         budget = improve(items, first, room, ranks, bound, _ROUNDS, half) + half
         if second.home[0] >= 0:
             improve(items, second, room, ranks, bound, _ROUNDS, budget)
-            path = path_of(first.load, falling_order(first.load), ranks)
-            if path_of(second.load, falling_order(second.load), ranks) < path:
+            path = critical_path(first.load, falling_order(first.load), ranks)
+            if critical_path(second.load, falling_order(second.load), ranks) < path:
                 first = second
     # From bins to ``microbatch·ranks + rank``, and from sorted items to the caller's.
     places = deal_bins(first.load, ranks)

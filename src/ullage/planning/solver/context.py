@@ -9,8 +9,7 @@ same, are filled with the most expensive items that still fit under the giant's 
 ranks that no giant took. The best of several tolerances is kept. Its microbatches of few items, which no division over
 blocks may balance, go to all ranks together where that is shorter.
 
-With one degree per bin an engine runs each microbatch with one process group per rank. What that gives up is computed
-by :mod:`~ullage.planning.bounds`.
+With one degree per bin an engine runs each microbatch with one process group per rank.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
 and FlexSP (arXiv:2412.01523).
@@ -34,7 +33,7 @@ from ullage.planning.solver.placing import heaviest_first, no_bins
 
 #: Shares of a giant that are allowed, in hundredths of the mean microbatch; the last one allows any share.
 _ANY = 1 << 30
-TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
+_TOLERANCES = (100, 104, 110, 120, 135, 150, 200, 300, _ANY)
 #: Times that one microbatch more is tried, and what the critical path must come down to for it.
 _EXTRA, _WORTH = 3, 0.98
 #: A microbatch of at most so many items per rank is given to all ranks if it then takes so much of its time.
@@ -60,13 +59,13 @@ class _Blocks(NamedTuple):
 
 
 @kernel
-def allowed_share(mean: int, tolerance: int) -> int:
+def _allowed_share(mean: int, tolerance: int) -> int:
     """The cost that a giant may put on each of its ranks."""
     return mean * tolerance // 100 if tolerance < _ANY else 1 << 60
 
 
 @kernel
-def needed_levels(items: SharedItems, capacity: int, share: int) -> Int64:
+def _needed_levels(items: SharedItems, capacity: int, share: int) -> Int64:
     """The level of the least degree at which each item fits and costs each rank at most ``share``. If there is none,
     the one at which it fits and costs each rank the least; −1 if it fits at none."""
     slots, costs, degrees = items.slots, items.costs, items.degrees
@@ -93,7 +92,8 @@ def _open(taken: Int64, begin: int, end: int, ranks: int, level: int, degree: in
     taken [microbatches]: ranks of each microbatch that have a bin, from rank 0 on; kept up to date.
     """
     for microbatch in range(begin, end):
-        # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as a sound plan must.
+        # Aligned: a block of ``degree`` ranks begins at a multiple of ``degree``, as a sound plan must. With three
+        # ranks taken, a block of two begins at rank 4.
         rank = -(-taken[microbatch] // degree) * degree
         if rank + degree <= ranks:
             blocks.first[k] = microbatch * ranks + rank
@@ -204,7 +204,7 @@ def _shares(home: Int64, levels: Int64, items: SharedItems) -> Int64:
 
 
 @kernel
-def longest_path(load: Int64, ranks: int) -> int:
+def _longest_path(load: Int64, ranks: int) -> int:
     """The sum over microbatches of the most expensive rank; ``load`` is by place."""
     path = 0
     for begin in range(0, len(load), ranks):
@@ -239,7 +239,8 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels
     total = items.costs.sum()
     bound = max(total / len(places), float(items.costs[0]))
     improve(items, bins, room, len(places), bound, 40, budget)
-    # The most expensive bins go to the microbatches whose giants are most expensive.
+    # The most expensive bins go to the microbatches whose giants are most expensive: of bins of 6 and 4 beside giants
+    # of 9 and 5 the path is 9 + 5 if the 6 stands beside the 9, and 9 + 6 if it does not.
     load = np.zeros(len(levels), np.int64)
     for i in range(len(home)):
         if home[i] != NOWHERE:
@@ -296,6 +297,7 @@ def _without_empty(
     held = np.zeros(microbatches, np.int64)
     for home in homes:
         held[home // ranks] = 1
+    # Of microbatches that are full, empty and full, with a multiple of 2, the order is [0, 2, 1] and two are kept.
     # Microbatches that hold something first, in their order; empty ones fill up to the multiple.
     order = np.concatenate((np.flatnonzero(held == 1), np.flatnonzero(held == 0)))
     left = max(-(-held.sum() // microbatch_multiple), 1) * microbatch_multiple
@@ -334,16 +336,16 @@ def share_out(
         alone = Items(slots[0], costs[0], items.counts)
         best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
         best_levels = np.zeros(best_microbatches * ranks, np.int64)
-        best = longest_path(_shares(best_home, best_levels, items), ranks)
+        best = _longest_path(_shares(best_home, best_levels, items), ranks)
     extra = 0
     ideal = costs[0].sum() / ranks
     # Every tolerance; then the same with more microbatches, as long as there is no plan or a level one is far.
     while best < 0 or (extra <= _EXTRA and best > ideal * _LEVEL):
         mean = costs[0].sum() // (microbatches * ranks) + 1
         last = np.full(n, -2, np.int64)
-        for tolerance in TOLERANCES:
+        for tolerance in _TOLERANCES:
             # A tolerance that changes no degree gives the same plan, and all degrees 1 is the plan from above.
-            needed = needed_levels(items, room.capacity, allowed_share(mean, tolerance))
+            needed = _needed_levels(items, room.capacity, _allowed_share(mean, tolerance))
             if np.array_equal(needed, last) or needed.max() == 0:
                 continue
             last = needed
@@ -351,13 +353,13 @@ def share_out(
             if lost or not _place_rest(items, room, ranks, home, levels, budget):
                 continue
             # A plan of more microbatches than the best so far must be 2 % shorter to be taken.
-            path = longest_path(_shares(home, levels, items), ranks)
+            path = _longest_path(_shares(home, levels, items), ranks)
             worth = 1.0 if microbatches == best_microbatches else _WORTH
             if best < 0 or path < best * worth:
                 best, best_home, best_levels, best_microbatches = path, home, levels, microbatches
         if best >= 0 and best > ideal * _LEVEL:
             _share_few(items, room, ranks, best_home, best_levels)
-            best = longest_path(_shares(best_home, best_levels, items), ranks)
+            best = _longest_path(_shares(best_home, best_levels, items), ranks)
         microbatches += microbatch_multiple
         extra += 1
     # Back to the order in which the caller gave the items.

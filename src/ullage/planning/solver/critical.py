@@ -78,9 +78,10 @@ def least_path(slots: Int64, costs: Int64, capacity: int, ranks: int) -> float:
 
 
 @kernel
-def path_of(load: Int64, order: Int64, ranks: int) -> float:
+def critical_path(load: Int64, order: Int64, ranks: int) -> float:
     """The critical path of bins listed by falling cost."""
     path = 0.0
+    # Loads 9, 7, 4, 2 on two ranks are the microbatches (9, 7) and (4, 2): a path of 9 + 4.
     for at in range(0, len(order), ranks):
         path += load[order[at]]
     return path
@@ -113,6 +114,7 @@ def deal_bins(load: Int64, ranks: int) -> Int64:
         gain, one, other = 0, -1, -1
         if (total[high] - mean) * 10000 <= mean:
             break
+        # Totals 10 and 6, bins of 5 and 4 in one microbatch: exchanged, the totals are 9 and 7, a shift of 1.
         # Of the exchanges with the four cheapest ranks, the one that lowers the higher of the two totals most: by
         # ``shift``, or by ``apart − shift`` where it makes the other rank the more expensive one.
         for rank in falling_order(total)[-4:]:

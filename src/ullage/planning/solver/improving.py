@@ -24,7 +24,7 @@ import numpy as np
 
 from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.critical import path_of
+from ullage.planning.solver.critical import critical_path
 from ullage.planning.solver.items import Bins, Items, Room, falling_order
 
 #: Pairs of up to this many items try every division.
@@ -70,6 +70,7 @@ def _every_division(items: Items, pool: Int64, size: int, room: Room, target: in
     found = -1
     cost, held, num_sequences, mask = 0, 0, 0, 0
     for step in range(1, 1 << size):
+        # Steps 1, 2, 3, 4 are the masks 0b001, 0b011, 0b010, 0b110.
         # Gray code: the lowest set bit of ``step`` is the one item that changes sides, and the sums of the first part
         # change by that item alone.
         j = 0
@@ -137,7 +138,7 @@ def _best_exchange(
         if abs(cost - surplus) < closer and _allowed(items, bins, room, a, b, ours[p], -1):
             closer = abs(cost - surplus)
             found = p * (size_b + 1) + size_b
-        # Both costs fall, so the partner that comes closest only moves on.
+        # Both costs fall, so the partner that comes closest only moves on. To move 3, an 8 is exchanged for about a 5.
         while at < size_b and cost - items.costs[theirs[at]] < surplus:
             at += 1
         # The two partners on either side of the best cost, in case the closest one is not allowed by the room.
@@ -292,6 +293,7 @@ def _set_goals(
     for at in range(len(order)):
         if head[order[at]] >= 0:
             highest[at // ranks] = max(highest[at // ranks], items.costs[head[order[at]]])
+    # A path of 30 over three microbatches is 10 each; an item of 16 locks the first, and 7 are left for each other.
     # A microbatch is locked if its most expensive item is above an equal share of the path that is left. Locking it
     # lowers the share of the others, so the next one is compared with what is left then.
     while locked < microbatches - 1 and highest[locked] * (microbatches - locked) > left:
@@ -355,7 +357,7 @@ def improve(items: Items, bins: Bins, room: Room, ranks: int, bound: float, roun
     for turn in range(rounds):
         # Bins have changed, so the microbatches are cut again. A round may make the path longer; the best one is kept.
         order = falling_order(bins.load)
-        path = path_of(bins.load, order, ranks)
+        path = critical_path(bins.load, order, ranks)
         if path < best * (1 - 1e-5):
             idle = 0
         if path < best:
@@ -380,6 +382,7 @@ def improve(items: Items, bins: Bins, room: Room, ranks: int, bound: float, roun
             # Deviations shrink along the pairing, so the pairs after a level one are about as level.
             if deviation[a] - deviation[b] <= goals[a] * 0.0002:
                 break
+            # Loads 12 and 6 with goals 10 and 6 end at 11 and 7, each 1 above.
             # Both end equally far from their goals: ``a − goals[a] = b − goals[b]`` with the same sum.
             target = (bins.load[a] + bins.load[b] + goals[a] - goals[b]) // 2
             spent = divide(items, bins, room, head, following, a, b, target, ours, theirs)

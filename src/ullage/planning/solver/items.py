@@ -39,7 +39,7 @@ _BYTES = np.uint64(0x0101010101010101)
 @kernel
 def _count(word: np.uint64) -> int:
     # Population count: sums of 1-bit fields in 2 bits, of those in 4 and in 8; the multiplication adds up the 8 bytes
-    # in the highest one.
+    # in the highest one. Of 0b1101 the pairs have 0b10 and 0b01 bits, and the four have 0b0011.
     word = word - ((word >> _ONE) & _PAIRS)
     word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
     word = (word + (word >> np.uint64(4))) & _EIGHTS
@@ -48,13 +48,15 @@ def _count(word: np.uint64) -> int:
 
 @kernel
 def _lowest(word: np.uint64) -> int:
-    # ``w & -w`` is the lowest set bit alone; minus one, it has as many bits as there are zeros below it.
+    # ``w & -w`` is the lowest set bit alone; minus one, it has as many bits as there are zeros below it. Of 0b1100 that
+    # is 0b0100, and 0b0011 has two bits.
     return _count((word & (~word + _ONE)) - _ONE)
 
 
 @kernel
 def _highest(word: np.uint64) -> int:
-    # Set every bit below the highest one; their number is then its position plus one.
+    # Set every bit below the highest one; their number is then its position plus one. 0b0101 becomes 0b0111: three
+    # bits, and the highest is number 2.
     for shift in (1, 2, 4, 8, 16, 32):
         word |= word >> np.uint64(shift)
     return _count(word) - 1
@@ -108,7 +110,7 @@ def next_member(members: Bitset, value: int) -> int:
     """The least member >= ``value`` >= 0, or −1."""
     words, offsets = members
     for level in range(LEVELS):
-        # Climb: is there a bit at or after ``value`` in the rest of its word?
+        # Climb: is there a bit at or after ``value`` in the rest of its word? 200 is bit 8 of word 3.
         k = value >> 6
         if k >= offsets[level + 1] - offsets[level]:
             return -1
@@ -161,6 +163,7 @@ def falling_order(keys: Int64) -> Int64:
     digit = 8 if n < 1024 else _DIGIT
     mask = (1 << digit) - 1
     shift = 0
+    # For [0x102, 0x201, 0x101] of 8 bits a pass: [0, 1, 2] by the low digit, then [1, 0, 2] by the high one.
     # One pass per digit, the least significant first. Each pass is stable, so it keeps the order of the passes before
     # among equal digits. It ends with the last digit of the highest key, or of int64: a shift by 64 bits or more is
     # one by the remainder on some machines.
@@ -185,7 +188,8 @@ def falling_order(keys: Int64) -> Int64:
 @kernel
 def rows(bins: Int64, count: int) -> tuple[Int64, Int64]:
     """Compressed rows of ``bins`` [n], each in ``0..count``: items bin by bin in their order, and where bins start."""
-    # Counting sort: the number of items per bin, cumulated to where each bin begins.
+    # Counting sort: the number of items per bin, cumulated to where each bin begins. For bins [1, 0, 1] the offsets
+    # are [0, 1, 3], and the order is [1, 0, 2].
     offsets = np.zeros(count + 1, np.int64)
     for i in range(len(bins)):
         offsets[bins[i] + 1] += 1

@@ -69,7 +69,8 @@ def best_fit(slots: Int64, counts: Int64, room: Room, bins: Int64) -> int:
     Fills ``bins`` [items] with the bin of each item and returns the number of bins.
     """
     n = len(slots)
-    # Bins by what they have left: a set of the residuals that occur, and a linked list of the bins of each.
+    # Bins by what they have left: a set of the residuals that occur, and a linked list of the bins of each. Of bins
+    # with 5, 2 and 5 slots left the set is {2, 5}, and the list of 5 has two bins.
     residuals = empty_set(room.capacity)
     head = np.full(room.capacity + 1, -1, np.int64)
     following = np.empty(n + 1, np.int64)
@@ -122,6 +123,7 @@ def _put(sizes: Bitset, available: Int64, size: int) -> None:
 @kernel
 def _pair(sizes: Bitset, available: Int64, free: int, most: int, least: int) -> int:
     """The larger of two available sizes that fill ``free`` exactly, none above ``most``, or −1."""
+    # Of the sizes 7, 5 and 3 a free 10 is 7 + 3, and 7 is returned.
     # The other size is at least ``least`` and at most this one. Going down from the largest, the pairs end where this
     # size is the smaller one. 48 steps bound the search: it runs at every depth of every bin.
     size = previous_member(sizes, min(free - least, most)) if free <= 2 * most else -1
@@ -225,7 +227,7 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
         slots [items]: sizes > 0, falling; each item is one sequence.
         room: what a bin can hold.
         width, budget: bounds of the search in each bin, see :func:`_fullest`.
-        enough: number of bins that is no improvement.
+        enough: number of bins at which the search ends, without an improvement.
         bins [items]: receives the bin of each item.
 
     Returns the number of bins, or ``len(slots) + 1`` as soon as there are ``enough`` and items are left.
@@ -246,7 +248,8 @@ def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bin
     used = 0
     while left:
         count = _fullest(sizes, available, chosen, stack, tried, room, width, budget)
-        # Repeat this filling as often as there are items of all its sizes.
+        # Repeat this filling as often as there are items of all its sizes: of four fives and five threes [5, 3, 3] is
+        # two bins.
         # ``chosen`` falls, so the items of one size are a run ``chosen[start:end]``.
         times = left
         start = 0
@@ -284,7 +287,8 @@ def pack_items(slots: Int64, counts: Int64, room: Room, target: int, bins: Int64
     """
     n = len(slots)
     if room.capacity > _FINEST:
-        # Sizes round up and the capacity down, so what fits in units fits in slots too.
+        # Sizes round up and the capacity down, so what fits in units fits in slots too: of a capacity of 10 million, in
+        # units of 3, an item of 10 slots takes 4.
         unit = -(-room.capacity // _FINEST)
         room = Room(room.capacity // unit, room.max_sequences)
         slots = np.minimum(-(-slots // unit), room.capacity)

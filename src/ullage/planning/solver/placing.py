@@ -31,7 +31,7 @@ def put(items: Items, bins: Bins, i: int, k: int) -> None:
 @kernel
 def _sink(heap: Int64, load: Int64, size: int, at: int, last: int) -> None:
     """Moves ``last`` down from ``at`` in a heap of bins, the lightest first, ties by bin."""
-    # Children that are lighter than ``last`` move up, until it finds its place.
+    # Children that are lighter than ``last`` move up, until it finds its place: of 5 above 3 and 4 the 3 moves up.
     while True:
         child = 2 * at + 1
         if child >= size:
@@ -149,6 +149,7 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
             break
         mean = rest // ((microbatches - filled) * ranks)
         goal = costs[lead]
+        # Of items [90, 30, 30, ...] with a mean bin of 60 the goal is 90, and the bins beside the giant take three 30s.
         # No giant (over 1 % above the mean bin) is left, so the goal is the mean of the rest, or filling ends.
         if goal <= mean + mean // 100:
             if margin < 0:
