@@ -229,9 +229,9 @@ def run_units(
     targets: list[Target],
     partial: Path,
     units: list[Unit],
-    journal: Journal | None,
+    journal: Journal,
     workers: int,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], None],
 ) -> dict[int, dict[str, Any]]:
     """Do ``units`` on threads; returns their lines in the journal by number. Raises the error of the first that fails.
 
@@ -240,7 +240,7 @@ def run_units(
         targets: all files of the target.
         partial: the folder in which they are written.
         units: the units to do.
-        journal: gets a line per finished unit, if there is one.
+        journal: gets a line per finished unit.
         workers: threads; each holds one chunk of memory and its own open files.
         progress: called with the bytes of each finished unit, never by two threads at once.
     """
@@ -258,13 +258,11 @@ def run_units(
             with lock:
                 made.append(worker)
         line = worker.run(unit)
-        if journal is not None:
-            journal.add(line, unit.num_bytes)
+        journal.add(line, unit.num_bytes)
         if "runs" in line:  # 32 bytes a run, not 300
             line["runs"] = np.array(line["runs"], np.int64)
-        if progress is not None:
-            with lock:
-                progress(unit.num_bytes)
+        with lock:
+            progress(unit.num_bytes)
         return line
 
     # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.

@@ -106,7 +106,7 @@ class Store:
                 raise _named(error, self.system.unstrip_protocol(key))
 
         if ranges:
-            self._repeated(ranges[0][0], ask)
+            self._tried(ranges[0][0], ask)
         return [found[whole] for whole in ranges]
 
     def read(self, key: str, start: int, stop: int) -> bytes:
@@ -134,9 +134,6 @@ class Store:
             list(pool.map(one, keys))
 
     def _tried(self, key: str, request: Callable[[], _T]) -> _T:
-        return self._repeated(key, request)
-
-    def _repeated(self, key: str, request: Callable[[], _T]) -> _T:
         for attempt in range(_ATTEMPTS):
             try:
                 return request()
