@@ -252,6 +252,7 @@ class _FileComparison:
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
         plan = universal_targets(self.ours)
+        self.problems += self.ours.optimizer_problems  # state that the plan has no place for
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
         for planned in plan:
             path = self.folder / planned.name

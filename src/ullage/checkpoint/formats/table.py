@@ -88,7 +88,7 @@ def _targets(
 ) -> list[Target]:
     carried = carries_optimizer(format, optimizer)
     if carried:
-        require_none(inventory, optimizer_problems(inventory, format))
+        require_none(inventory, list(inventory.optimizer_problems))
     if format in STAGES:
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
     if format in _WRITERS:
@@ -129,20 +129,6 @@ def require_format(format: str, ranks: int | None = None) -> None:
 def carries_optimizer(format: str, optimizer: bool | None) -> bool:
     """Whether a conversion carries the optimizer's state: by default not to safetensors."""
     return bool(optimizer) if format == "safetensors" else optimizer is not False
-
-
-def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
-    """Reasons why the optimizer's state cannot be carried to ``format``; ``[]`` when it can."""
-    problems = list(inventory.optimizer_problems)
-    if format == "universal":
-        return problems
-    hint = "convert the weights only, with --weights-only, or --to universal"
-    for rank, uncut in getattr(inventory.details, "uncut", {}).items():
-        problems += [
-            Problem(f"{format} has no place for optimizer state {key}, which is not a partition", rank=rank, hint=hint)
-            for key in sorted(uncut.keys)
-        ]
-    return problems
 
 
 def require_none(inventory: Inventory, problems: list[Problem]) -> None:

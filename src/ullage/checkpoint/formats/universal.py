@@ -39,7 +39,7 @@ from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_whole
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_numbers
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 
@@ -117,7 +117,7 @@ def _optimizer_file(details: Details) -> Target:
         if "step" in scalars:
             state[i]["step"] = number(scalars["step"], shard.step_dtypes[i])
         if rank in details.uncut:
-            state[i] |= kept_whole(shard, i, details.uncut[rank])
+            state[i] |= kept_numbers(shard, i, details.uncut[rank])
     content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
     # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups

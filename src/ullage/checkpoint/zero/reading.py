@@ -212,7 +212,7 @@ class _Trained:
         folder.notes += uncut.notes
         for part in parts:
             for key in lead.flats[part.group.index]:
-                # State that is no partition has no place in the layout; ``kept_whole`` carries it.
+                # State that is no partition has no place in the layout, and is a problem of the optimizer's.
                 if key not in uncut.keys:
                     self._add_slices(part, key)
         for part, momentum in zip(parts, momenta):
