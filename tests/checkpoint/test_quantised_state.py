@@ -12,8 +12,8 @@ from tests.checkpoint.test_bad_checkpoints import edit, shard
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.checkpoint import numbers
-from ullage.checkpoint.reading import Sources, Tally, stream
+from ullage.checkpoint.core import numbers
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError
 
 GROUPS = [{"embed.weight": (61, 30), "head.weight": (20, 31)}, {"bias": (7,)}]

@@ -18,11 +18,11 @@ from tests.support import processes, real_zero
 from tests.support.hugging_face_shapes import config_of, shapes_of
 from tests.support.launch import ROOT
 from tests.support.real_zero import Recipe
+from ullage.checkpoint.core.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.formats.entries import rows_of
 from ullage.checkpoint.formats.name_tables import NAMES, Architecture, of_config, ranges_of
 from ullage.checkpoint.formats.table import FORMATS
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError
 
 KINDS = ("llama", "qwen2", "qwen3")

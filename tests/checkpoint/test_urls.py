@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from ullage import checkpoint
 from ullage.checkpoint.conversion import uploading
-from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.remote import store as requests
+from ullage.checkpoint.core import store as requests
+from ullage.checkpoint.core.reading import Unreadable
 from ullage.cli import convert, inspect, verify
 from ullage.core.errors import CheckpointError, InputError, UsageError
 

@@ -21,13 +21,13 @@ from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import is_remote, path_of
+from ullage.checkpoint.core.reading import Unreadable
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.remote.paths import is_remote, path_of
 from ullage.core.display import Shown, counted
 from ullage.core.errors import CheckpointError
 

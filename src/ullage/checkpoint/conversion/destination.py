@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 from ullage.checkpoint.conversion.journal import FOLDER, require_writing
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import is_remote
 from ullage.checkpoint.files.archive import Target
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.remote.paths import is_remote
 from ullage.core.errors import InputError
 from ullage.core.replacing import replacing
 

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from ullage.checkpoint.conversion.destination import disk_error
 from ullage.checkpoint.conversion.journal import lock
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import is_remote, key_of, store_at
+from ullage.checkpoint.core.store import PARALLEL, Store
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.remote.paths import is_remote, key_of, store_at
-from ullage.checkpoint.remote.store import PARALLEL, Store
 from ullage.core.errors import InputError
 
 #: A file up to this size is read and written by one request, many at a time; larger ones are left to the driver.

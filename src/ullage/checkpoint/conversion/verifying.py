@@ -27,6 +27,10 @@ from typing import Any
 
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.converting import default_workers
+from ullage.checkpoint.core.inventory import File, Fragments, Inventory, Slice, Tensor
+from ullage.checkpoint.core.numbers import FLOATS
+from ullage.checkpoint.core.paths import hold_descriptions, let_go
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.metadata import brief
@@ -40,10 +44,6 @@ from ullage.checkpoint.formats.table import STAGES, read
 from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
 from ullage.checkpoint.formats.universal import universal_targets
 from ullage.checkpoint.formats.zero_writing import zero_targets
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
-from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions, let_go
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.core.errors import CheckpointError
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ullage.checkpoint.core.numbers import ITEM_BYTES, STORAGES
 from ullage.checkpoint.files import program as checking
 from ullage.checkpoint.files.plain_data import Use, is_stranger, may_call, use_of
-from ullage.checkpoint.numbers import ITEM_BYTES, STORAGES
 
 #: No tensor has more bytes than this; sizes beyond it are damage, and would overflow int64.
 MAX_BYTES = 1 << 60

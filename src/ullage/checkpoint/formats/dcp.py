@@ -25,6 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES
+from ullage.checkpoint.core.paths import hold_descriptions
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
@@ -42,10 +46,6 @@ from ullage.checkpoint.formats.entries import (
     weights_of,
 )
 from ullage.checkpoint.formats.locate import object_of, schedule, steps_taken
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.states import Details

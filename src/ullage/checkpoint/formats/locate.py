@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.paths import is_remote, path_of, read_start
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
-from ullage.checkpoint.remote.paths import is_remote, path_of, read_start
 from ullage.core.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.

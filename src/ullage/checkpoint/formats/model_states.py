@@ -11,11 +11,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import Inventory, Tensor
+from ullage.checkpoint.core.numbers import FLOATS
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
 from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entries, states_by_name
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Inventory, Tensor, WrittenBy
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, unnamed
-from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.folder import Folder, read_folder
 from ullage.checkpoint.zero.parallel import Joining, Patterns, parallel_sizes

@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import let_go, looked_at, path_of, reached
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
 from ullage.checkpoint.formats.dcp import dcp_targets, read_dcp
@@ -21,9 +24,6 @@ from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
 from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import let_go, looked_at, path_of, reached
 from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {

@@ -18,6 +18,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats.dcp import ItemWriter
@@ -36,7 +37,6 @@ from ullage.checkpoint.formats.name_tables import (
     read_config,
 )
 from ullage.checkpoint.formats.safetensors import companions
-from ullage.checkpoint.inventory import Inventory, Tensor
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Inventory, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import FLOATS
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert
@@ -22,9 +25,6 @@ from ullage.checkpoint.formats.dcp import Chunk, ItemReading, Place, joined
 from ullage.checkpoint.formats.entries import rows_of, stacked_rows
 from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.name_tables import NAMES, TIED, Architecture, NameRow, architecture_of, ranges_of
-from ullage.checkpoint.inventory import Inventory, Tensor, WrittenBy
-from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import collected
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError

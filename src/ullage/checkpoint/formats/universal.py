@@ -22,6 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import File, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.core.paths import hold_descriptions
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
@@ -29,9 +32,6 @@ from ullage.checkpoint.files.torchfile import as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups, saved_number
-from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.expert_layers import router_copies
 from ullage.checkpoint.zero.folder import collected, record_table

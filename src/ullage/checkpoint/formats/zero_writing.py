@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Group, Inventory, Merge, Stretch, Tensor
+from ullage.checkpoint.core.numbers import FLOATS
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.entries import OptimizerGroup, described, number, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.model_states import ModelParts
-from ullage.checkpoint.inventory import Group, Inventory, Merge, Stretch, Tensor
-from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.partitions import rows_by_rank, stage3_group, stage12_group
 from ullage.checkpoint.zero.shards import zero_config
 from ullage.checkpoint.zero.states import Details

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 

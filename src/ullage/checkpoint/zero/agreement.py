@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.metadata import comparable
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.expert_layers import FlatBuffer
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.partitions import rows_by_rank

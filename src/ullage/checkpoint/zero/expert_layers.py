@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Slice, Tensor
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Fragments, Group, Slice, Tensor
 from ullage.checkpoint.zero.folder import Folder, collected
 from ullage.checkpoint.zero.modules import Kind, whole_tensor
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice, Tensor
+from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice, Tensor
-from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
 from ullage.checkpoint.zero.folder import Folder

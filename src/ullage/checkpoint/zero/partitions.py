@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ullage.checkpoint.core.inventory import Fragments, Group
+from ullage.checkpoint.core.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.files.metadata import Shapes
-from ullage.checkpoint.inventory import Fragments, Group
-from ullage.checkpoint.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
 from ullage.core.layout import Int64, Layout, Pieces

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.agreement import (
     compare_mappings,

@@ -30,12 +30,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import File
+from ullage.checkpoint.core.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.inventory import File
-from ullage.checkpoint.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
 from ullage.core.errors import CheckpointError
 
 #: Group 1: number of the layer.

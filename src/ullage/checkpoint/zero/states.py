@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Inventory
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.metadata import Shapes, brief, comparable
 from ullage.checkpoint.files.torchfile import TorchFile
-from ullage.checkpoint.inventory import Fragments, Group, Inventory
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile, offload_of, zero_config
 
 #: What to do where the optimizer's state cannot be carried.

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ullage.checkpoint.remote.store import Held, Store, store_of
+from ullage.checkpoint.core.store import Held, Store, store_of
 from ullage.core.errors import CheckpointError, InputError
 from ullage.core.extras import needed_by
 
