@@ -94,7 +94,7 @@ def test_large_files_go_in_parts_and_come_back(store, written, tmp_path, monkeyp
 _CLIENT = """
 import json, os, sys
 from ullage import checkpoint
-from ullage.checkpoint.core.store import Store
+from ullage.checkpoint.core.paths import Store
 source, target, options, limit = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 write, remove, count = Store.write, Store.remove, [0]
 def written(self, key, data):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ullage import checkpoint
 from ullage.checkpoint.conversion import uploading
-from ullage.checkpoint.core import store as requests
+from ullage.checkpoint.core import paths
 from ullage.checkpoint.core.reading import Unreadable
 from ullage.cli import convert, inspect, verify
 from ullage.core.errors import CheckpointError, InputError, UsageError
@@ -65,7 +65,7 @@ fsspec.register_implementation("shaky", Shaky, clobber=True)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(requests, "_PAUSE", 0.0)
+    monkeypatch.setattr(paths, "_PAUSE", 0.0)
     MemoryFileSystem.store.clear()
     Shaky.store.clear()
     Shaky.fetched, Shaky.writes_left, Shaky.share, Shaky.forbidden = 0, None, 0.0, False

@@ -26,8 +26,7 @@ from pathlib import Path
 from ullage.checkpoint.conversion.destination import disk_error
 from ullage.checkpoint.conversion.journal import lock
 from ullage.checkpoint.core.inventory import Inventory
-from ullage.checkpoint.core.paths import is_remote, key_of, store_at
-from ullage.checkpoint.core.store import PARALLEL, Store
+from ullage.checkpoint.core.paths import PARALLEL, Store, is_remote, key_of, store_at
 from ullage.checkpoint.formats.locate import COMPLETE, JOURNAL
 from ullage.core.errors import InputError
 

@@ -41,9 +41,9 @@ from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_fold
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.formats.table import STAGES, read
-from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
+from ullage.checkpoint.formats.torch_dist import MegatronDetails
 from ullage.checkpoint.formats.universal import universal_targets
-from ullage.checkpoint.formats.zero_writing import zero_targets
+from ullage.checkpoint.formats.zero_shards import zero_targets
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.core.errors import CheckpointError
 

@@ -18,12 +18,10 @@ from ullage.checkpoint.formats.entries import known_buffers
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import locate
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
-from ullage.checkpoint.formats.stage_0 import read_zero
-from ullage.checkpoint.formats.torch_dist import torch_dist_targets
-from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
+from ullage.checkpoint.formats.torch_dist import read_torch_dist, torch_dist_targets
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
-from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
+from ullage.checkpoint.formats.zero_shards import notes_on_rounded, read_zero, zero_targets
 from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {
