@@ -22,7 +22,7 @@ from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
 from ullage.checkpoint.core.inventory import Inventory
-from ullage.checkpoint.core.paths import is_remote, path_of
+from ullage.checkpoint.core.paths import checkpoint_path, is_remote
 from ullage.checkpoint.core.reading import Unreadable
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -123,7 +123,7 @@ def convert(
     """
     began = time.monotonic()
     inventory = source if isinstance(source, Inventory) else formats.read(source, storage_options=storage_options)
-    target = path_of(target, storage_options)
+    target = checkpoint_path(target, storage_options)
     target = target if is_remote(target) else Path(os.path.abspath(target))
     formats.require_format(format, ranks)
     # Everything that can be refused is refused before a byte is written.

@@ -204,11 +204,11 @@ def is_url(where: object) -> bool:
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path that :func:`path_of` gave lies in a store: it is no path of the operating system."""
+    """Whether a path that :func:`checkpoint_path` gave lies in a store: it is no path of the operating system."""
     return not isinstance(path, (str, os.PathLike))
 
 
-def path_of(where: str | Path, storage_options: dict[str, Any] | None = None) -> Path:
+def checkpoint_path(where: str | Path, storage_options: dict[str, Any] | None = None) -> Path:
     """The path of a folder, from its name or URL. Of a URL a ``UPath``, which readers use like a ``Path``.
 
     ``storage_options`` are those of fsspec, for the URL's file system; a folder of this machine needs none.

@@ -325,7 +325,7 @@ class Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         """The content."""
-        with checking.counted(self._num_bytes):
+        with checking.limit_costs(self._num_bytes):
             return super().load()
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:

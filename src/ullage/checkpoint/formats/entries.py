@@ -164,7 +164,7 @@ def copied(folder: Path, names: Iterable[str]) -> list[Target]:
     return [text_file(name, text) for name, text in texts if text is not None]
 
 
-def described(name: str, content: Any, held: ShardFile | ModelFile | None, more: int = 0) -> Target:
+def archive_again(name: str, content: Any, held: ShardFile | ModelFile | None, more: int = 0) -> Target:
     """An archive of what a file of the source describes. Tensors in it are carried over from there.
 
     Args:

@@ -157,7 +157,7 @@ def schedule_of(inventory: Inventory) -> Any:
     return details.lead.root.get("lr_scheduler")
 
 
-def notes_on_missing(inventory: Inventory) -> list[str]:
+def notes_on_schedule(inventory: Inventory) -> list[str]:
     """A note where an engine with a schedule would miss its state."""
     if schedule_of(inventory) is not None:
         return []

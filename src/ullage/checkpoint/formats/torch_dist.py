@@ -34,7 +34,7 @@ from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert
-from ullage.checkpoint.formats.dcp import Chunk, ItemReading, ItemWriter, Place, joined
+from ullage.checkpoint.formats.dcp import Chunk, ItemReading, ItemWriter, Place, join_chunks
 from ullage.checkpoint.formats.entries import cast_of, rows_of, stacked_rows, text_file, weights_of, with_dim_in_front
 from ullage.checkpoint.formats.locate import is_megatron
 from ullage.checkpoint.formats.name_tables import (
@@ -48,8 +48,8 @@ from ullage.checkpoint.formats.name_tables import (
     architecture_of,
     megatron_args,
     of_config,
-    ranges_of,
     read_config,
+    row_ranges,
 )
 from ullage.checkpoint.formats.safetensors import companions
 from ullage.checkpoint.zero.folder import collected
@@ -108,7 +108,7 @@ def read_torch_dist(folder: Path) -> Inventory:
 
 def _inventory(reading: _MegatronReading, common: dict[str, Any], source: TorchFile) -> Inventory:
     tensors, weights = reading.tensors()
-    groups = settings_of(common.get("optimizer"), source)
+    groups = group_settings(common.get("optimizer"), source)
     problems: list[Problem] = []
     if reading.has_buckets:
         problems.append(
@@ -179,7 +179,7 @@ class _MegatronReading(ItemReading):
             self.problems.append(Problem(what, parameter=flat, expected=str(shape)))
         else:
             with collected(self.problems, parameter=flat):
-                self.stored[key, name] = joined(flat, key or "fp32", shape, chunks), stacked
+                self.stored[key, name] = join_chunks(flat, key or "fp32", shape, chunks), stacked
 
     def _chunk(self, name: str, key: str, place: Place, shape: tuple[int, ...]) -> Chunk:
         chunk = super()._chunk(name, key, place, shape)
@@ -234,7 +234,7 @@ class _MegatronReading(ItemReading):
         """Each Hugging Face tensor in ``stored``, layer by layer."""
         layers = [rows_of(stored, n, n + 1) for n in range(stored.shape[0])] if stacked else [stored]
         shape = stored.shape[1:] if stacked else stored.shape
-        ranges = ranges_of(row, shape[0], self.architecture, f"{self.folder}, {stored.name}")
+        ranges = row_ranges(row, shape[0], self.architecture, f"{self.folder}, {stored.name}")
         for index, whole in enumerate(layers):
             whole = replace(whole, shape=shape)
             for name, wanted in zip(row.of_layer(index if stacked else layer), ranges):
@@ -284,12 +284,12 @@ def _in_model_order(name: str) -> tuple[int, int, int]:
     return 1, int(numbered[1]), _ORDER["model.layers.{n}." + name[numbered.end() :]]
 
 
-def settings_of(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:
+def group_settings(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], int | float | bool | None]]:
     """(hyperparameters, step) of each parameter group, of a plain, mixed-precision or distributed optimizer."""
     if not isinstance(saved, dict):
         return []
     if saved and all(isinstance(key, int) for key in saved):  # several optimizers, chained
-        return [group for key in sorted(saved) for group in settings_of(saved[key], source)]
+        return [group for key in sorted(saved) for group in group_settings(saved[key], source)]
     if isinstance(saved.get("optimizer"), dict):
         saved = saved["optimizer"]
     state = metadata.mapping(saved.get("state"), "the optimizer's state", source.path)
@@ -442,7 +442,7 @@ def _stacked(
     if len(set(shapes)) > 1 or not all(shapes[0]) or len({shape[1:] for shape in shapes[0]}) > 1:
         raise CheckpointError("shapes that do not fit together", where=f"{where}, {parts[0][0].name}")
     rows, inner = sum(shape[0] for shape in shapes[0]), shapes[0][0][1:]
-    ranges = ranges_of(row, rows, architecture, f"{where}, {parts[0][0].name}")
+    ranges = row_ranges(row, rows, architecture, f"{where}, {parts[0][0].name}")
     sizes = [sum(end - begin for begin, end in listed) for listed in ranges]
     if sizes != [shape[0] for shape in shapes[0]]:
         found = " and ".join(str(shape[0]) for shape in shapes[0])

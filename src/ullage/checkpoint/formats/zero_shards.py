@@ -39,7 +39,7 @@ from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.entries import OptimizerGroup, described, number, optimizer_groups, states_by_name
+from ullage.checkpoint.formats.entries import OptimizerGroup, archive_again, number, optimizer_groups, states_by_name
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, unnamed
 from ullage.checkpoint.zero import modules
@@ -201,7 +201,7 @@ def notes_on_rounded(targets: list[Target]) -> list[str]:
 
 
 def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target:
-    return described(name, content, Details.of(inventory).lead, model_states.description_bytes(inventory))
+    return archive_again(name, content, Details.of(inventory).lead, model_states.description_bytes(inventory))
 
 
 def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, optimizer: bool) -> _ShardWriter:

@@ -62,7 +62,7 @@ def require_ranks(folder: Folder, world: int, model_ranks: range, copies: int = 
             folder.add_problem("model states are missing", file=name, rank=0)
 
 
-def require_agreement(folder: Folder) -> None:
+def find_odd_files(folder: Folder) -> None:
     """Find files that differ from most others in stage, world size or step."""
 
     def odd_ones(facts: dict[Any, Any], what: str, files: dict[Any, Any]) -> None:

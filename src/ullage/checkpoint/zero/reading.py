@@ -28,7 +28,7 @@ from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.agreement import (
     compare_mappings,
-    require_agreement,
+    find_odd_files,
     require_known_kind,
     require_ranks,
     shard_groups,
@@ -58,7 +58,7 @@ def read_shards(folder: Folder) -> Inventory:
     if copies > 1:
         folder.notes.append(f"MiCS: {copies} groups of {world} ranks hold the same shards; the first group's are saved")
     require_ranks(folder, world, range(tp * pp), copies)
-    require_agreement(folder)
+    find_odd_files(folder)
     for model in folder.models.values():
         model.aliases |= router_copies(model)
     saved = first.root.get("optimizer_state_dict", {})

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ullage.checkpoint.core.inventory import File
-from ullage.checkpoint.core.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
+from ullage.checkpoint.core.numbers import ITEM_BYTES, NUM_CODES, CodedPart, elements_per_scale
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
@@ -435,7 +435,7 @@ def decoded(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
         codes, scales, table = (flats.get(f"{stem}{number}") for stem in ("state", "absmax", "qmap"))
         if codes is None or codes.dtype != "uint8" or scales is None or table is None:
             continue
-        block = block_size(codes.numel, scales.numel)
+        block = elements_per_scale(codes.numel, scales.numel)
         if block is None or table.numel != NUM_CODES or {scales.dtype, table.dtype} != {"float32"}:
             continue
         part = CodedPart(codes.offset, scales.offset, table.offset, codes.numel, block)

@@ -80,7 +80,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
             add(what, index, expected=expected, found=f"{placed.numel} elements of {placed.dtype}")
     for index, scalars in enumerate(lead.scalars):
         for key, value in scalars.items():
-            if not is_plain(value):
+            if not is_plain_state(value):
                 what = f"optimizer state {key} is of a kind that is not known"
                 add(what, index, expected="tensors and numbers", found=brief(value))
     # A state on some ranks only has no place on the others. The reverse, a state that ``lead`` has and another rank
@@ -105,12 +105,12 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
     return found
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_state(value: Any) -> bool:
     """Whether a value is a number or text, or a container of such; anything else may hold tensors of its own form."""
     if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+        return all(map(is_plain_state, value.values()))
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+        return all(map(is_plain_state, value))
     return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
