@@ -126,9 +126,9 @@ def write_source(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -
 def write_sparse(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
     """The same with holes for data: files of full size that take no room, for what reads no tensor data."""
     import ullage
+    from ullage.checkpoint.core.inventory import Tensor
     from ullage.checkpoint.files.archive import archive
     from ullage.checkpoint.files.pickling import TensorCopy
-    from ullage.checkpoint.inventory import Tensor
 
     tag = folder / "global_step7"
     tag.mkdir(parents=True)
@@ -380,7 +380,7 @@ def compare(source: Path, ours: Path, theirs: Path) -> str:
 def paper(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A 7B model on 768 ranks: inspected, proved and planned from sparse files; nothing is converted."""
     import ullage.checkpoint
-    from ullage.checkpoint.reading import CHUNK_BYTES
+    from ullage.checkpoint.core.reading import CHUNK_BYTES
 
     hidden, inner, layers, ranks = 4096, 11008, 32, 768
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (32000, hidden)}

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import File, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import TorchFile
-from ullage.checkpoint.inventory import File, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.partitions import fragments_by_parameter, stage3_group, stage12_group
 from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Details

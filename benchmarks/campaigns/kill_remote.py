@@ -36,12 +36,10 @@ GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"a.weight": (300, 1100), "b.weight": (301, 1100), "c": (1,)},
     {f"n{i}": (50 + i,) for i in range(40)},
 ]
-#: Converts in small batches, so that there is much to go on from; says when it begins, for the time of the kill.
+#: Converts, and says when it begins, for the time of the kill.
 CLIENT = """
 import json, sys
 from ullage import checkpoint
-from ullage.checkpoint.conversion import uploading
-uploading.BATCH_FILES, uploading.BATCH_BYTES = 15, 4 << 20
 inventory = checkpoint.read(sys.argv[1], storage_options=json.loads(sys.argv[4]))
 print("begun", flush=True)
 checkpoint.convert(inventory, sys.argv[2], format=sys.argv[3], storage_options=json.loads(sys.argv[4]))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.reading import Sources, Tally, stream
+from ullage.checkpoint.core.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.zero.parallel import Patterns, join
 from ullage.core.errors import CheckpointError
 

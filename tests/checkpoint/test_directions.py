@@ -17,11 +17,11 @@ from tests.support import real_zero
 from tests.support.launch import ROOT
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.entries import optimizer_groups
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.table import FORMATS
-from ullage.checkpoint.reading import Sources, Tally, stream
 
 pytestmark = pytest.mark.parity
 

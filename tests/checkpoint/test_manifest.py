@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage.checkpoint.manifest import (
+from ullage.checkpoint.core.manifest import (
     BLOCK_BYTES,
     blocks_of,
     damage_in,

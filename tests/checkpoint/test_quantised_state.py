@@ -12,8 +12,8 @@ from tests.checkpoint.test_bad_checkpoints import edit, shard
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.checkpoint import numbers
-from ullage.checkpoint.reading import Sources, Tally, stream
+from ullage.checkpoint.core import numbers
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError
 
 GROUPS = [{"embed.weight": (61, 30), "head.weight": (20, 31)}, {"bias": (7,)}]
@@ -162,10 +162,10 @@ def test_a_damaged_scale_is_found_by_its_checksum(written, tmp_path):
 def test_a_block_size_follows_from_the_number_of_scales():
     for numel in (1, 63, 64, 65, 255, 256, 257, 4096, 4097, 5000):
         for size in (64, 128, 256, 512, 1024, 2048, 4096):
-            found = numbers.block_size(numel, -(-numel // size))
+            found = numbers.elements_per_scale(numel, -(-numel // size))
             assert found == size or (found < size and numel <= found)  # one block holds all of it
-    assert numbers.block_size(5000, 19) is None
-    assert numbers.block_size(0, 0) is None
+    assert numbers.elements_per_scale(5000, 19) is None
+    assert numbers.elements_per_scale(0, 0) is None
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_bitsandbytes_own_decoding_is_equal(tmp_path):
     state = optimizer.state[weight]
     for number in (1, 2):
         codes, scales, table = (state[f"{stem}{number}"] for stem in ("state", "absmax", "qmap"))
-        block = numbers.block_size(codes.numel(), scales.numel())
+        block = numbers.elements_per_scale(codes.numel(), scales.numel())
         expected = bnb.functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
         part = numbers.CodedPart(0, 1, 2, codes.numel(), block)
         held = {1: scales.numpy(), 2: table.numpy()}

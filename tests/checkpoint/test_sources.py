@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ullage import checkpoint
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.formats.entries import optimizer_groups
-from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.parity

@@ -18,11 +18,11 @@ from tests.support import processes, real_zero
 from tests.support.hugging_face_shapes import config_of, shapes_of
 from tests.support.launch import ROOT
 from tests.support.real_zero import Recipe
+from ullage.checkpoint.core.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.formats.entries import rows_of
-from ullage.checkpoint.formats.name_tables import NAMES, Architecture, of_config, ranges_of
+from ullage.checkpoint.formats.name_tables import NAMES, Architecture, of_config, row_ranges
 from ullage.checkpoint.formats.table import FORMATS
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError
 
 KINDS = ("llama", "qwen2", "qwen3")
@@ -75,15 +75,15 @@ def test_hugging_face_comes_back_bit_for_bit(tmp_path, kind, dtype, more):
 def test_query_key_and_value_interleave_by_group():
     row = next(row for row in NAMES if row.rule == "grouped")
     # Two groups of two query heads, heads of one row: q q k v, q q k v.
-    assert ranges_of(row, 8, Architecture(4, 2), "here") == [[(0, 2), (4, 6)], [(2, 3), (6, 7)], [(3, 4), (7, 8)]]
+    assert row_ranges(row, 8, Architecture(4, 2), "here") == [[(0, 2), (4, 6)], [(2, 3), (6, 7)], [(3, 4), (7, 8)]]
     for rows, architecture in [(9, Architecture(4, 2)), (8, Architecture(4, 3)), (8, Architecture(4, 2, 2))]:
         with pytest.raises(CheckpointError, match="the heads do not divide the rows"):
-            ranges_of(row, rows, architecture, "here")
+            row_ranges(row, rows, architecture, "here")
 
 
 def test_of_every_rule_each_row_is_somebodys():
     for row in NAMES:
-        parts = ranges_of(row, 48, Architecture(4, 4, 4), "here")
+        parts = row_ranges(row, 48, Architecture(4, 4, 4), "here")
         assert len(parts) == len(row.names)
         assert sorted(i for listed in parts for begin, end in listed for i in range(begin, end)) == list(range(48))
 

@@ -14,9 +14,9 @@ from tests.checkpoint.test_bad_checkpoints import edit
 from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
-from ullage.checkpoint import reading
+from ullage.checkpoint.core import reading
+from ullage.checkpoint.core.inventory import File, Inventory, WrittenBy
 from ullage.checkpoint.files.torchfile import read_torch_file
-from ullage.checkpoint.inventory import File, Inventory, WrittenBy
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.core.errors import CheckpointError
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+import tempfile
 
 import fsspec
 import numpy as np
@@ -12,8 +14,8 @@ from typer.testing import CliRunner
 
 from ullage import checkpoint
 from ullage.checkpoint.conversion import uploading
-from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.remote import store as requests
+from ullage.checkpoint.core import paths
+from ullage.checkpoint.core.reading import Unreadable
 from ullage.cli import convert, inspect, verify
 from ullage.core.errors import CheckpointError, InputError, UsageError
 
@@ -63,7 +65,7 @@ fsspec.register_implementation("shaky", Shaky, clobber=True)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(requests, "_PAUSE", 0.0)
+    monkeypatch.setattr(paths, "_PAUSE", 0.0)
     MemoryFileSystem.store.clear()
     Shaky.store.clear()
     Shaky.fetched, Shaky.writes_left, Shaky.share, Shaky.forbidden = 0, None, 0.0, False
@@ -160,9 +162,11 @@ def test_a_store_that_says_no_is_asked_once(folder):
         checkpoint.convert(inventory, "memory://bucket/out", format="dcp")
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5, 7])
-def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, writes):
-    monkeypatch.setattr(uploading, "BATCH_FILES", 1)
+@pytest.mark.parametrize("spool_is_there", [True, False])
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
+def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, tmp_path, writes, spool_is_there):
+    monkeypatch.setattr(uploading, "PARALLEL", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = "shaky://bucket/out"
     Shaky.writes_left = writes
     with pytest.raises(KeyboardInterrupt):
@@ -170,26 +174,32 @@ def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, writes):
     if writes:
         with pytest.raises(CheckpointError, match="not finished"):
             checkpoint.read(target)
-    Shaky.writes_left = None
+    if not spool_is_there:  # another machine
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path)
+    # Written are the mark, then three files, then ``ullage.json``.
+    Shaky.writes_left = 5 - max(1, writes) + (writes == 0)
     report = checkpoint.convert(folder, target, format="safetensors")
-    # Written are the plan, then for each of three files the file and its note, then the mark.
-    assert (report.bytes_resumed > 0) == (writes >= 3)
-    assert (report.bytes_resumed == report.num_bytes) == (writes == 7)
+    assert Shaky.writes_left == 0
+    assert (report.bytes_resumed == report.num_bytes) == (spool_is_there and writes > 0)
     assert checkpoint.verify(folder, target) == []
     assert not [p for p in Shaky.store if ".journal" in p]
+    assert not list(tmp_path.iterdir())
 
 
-def test_another_unfinished_conversion_is_removed_and_nothing_else(folder, monkeypatch):
-    monkeypatch.setattr(uploading, "BATCH_FILES", 1)
+def test_an_unfinished_conversion_with_other_options_is_not_written_over(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = "shaky://bucket/out"
-    Shaky.writes_left = 3
+    Shaky.writes_left = 2
     with pytest.raises(KeyboardInterrupt):
         checkpoint.convert(folder, target, format="safetensors")
-    Shaky.writes_left = None
-    Shaky.store["/bucket/out/mine.txt"] = Shaky.store["/bucket/out/.journal/plan.json"]
-    report = checkpoint.convert(folder, target, format="dcp")
-    assert "another source or other options" in report.notes[0]
-    assert sorted(content(target)) == [".metadata", "__0_0.distcp", "mine.txt"]
+    Shaky.writes_left, before = None, {name: data.getvalue() for name, data in Shaky.store.items()}
+    with pytest.raises(InputError, match="the target exists"):
+        checkpoint.convert(folder, target, format="dcp")
+    assert {name: data.getvalue() for name, data in Shaky.store.items()} == before
+    Shaky.store.clear()
+    checkpoint.convert(folder, target, format="dcp")  # what the spool holds is of other options, and goes
+    assert sorted(content(target)) == [".metadata", "__0_0.distcp"]
 
 
 def test_a_target_that_is_there_is_not_touched(folder):
@@ -239,11 +249,3 @@ def test_storage_options_are_values_or_text():
     assert convert.storage_options(given) == said
     with pytest.raises(UsageError, match="key=value"):
         convert.storage_options(["anon"])
-
-
-def test_batches_hold_all_files_once_and_a_large_one_alone(monkeypatch):
-    monkeypatch.setattr(uploading, "BATCH_BYTES", 10)
-    sizes = [3, 7, 1, 25, 0, 10, 11]
-    made = uploading.batches_of([uploading.Target(str(i), n) for i, n in enumerate(sizes)])
-    assert [(b.first, b.last, b.num_bytes) for b in made] == [(0, 2, 10), (2, 3, 1), (3, 4, 25), (4, 6, 10), (6, 7, 11)]
-    assert uploading.batches_of([]) == []

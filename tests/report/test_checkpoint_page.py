@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from ullage.checkpoint.inventory import Group, Inventory, Tensor, WrittenBy
-from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.core.inventory import Group, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.core.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
 from ullage.report.page import size
 

@@ -153,7 +153,7 @@ def die_while_reading(job: Job, rank: int) -> None:
     import os
     import signal
 
-    from ullage.checkpoint.reading import Sources
+    from ullage.checkpoint.core.reading import Sources
     from ullage.training.deepspeed import load_checkpoint
 
     read, count = Sources.read, 0

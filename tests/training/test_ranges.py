@@ -16,7 +16,7 @@ import pytest
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
 from tests.support.real_zero import Recipe
 from tests.support.zero_worker import Job, launch
-from ullage.checkpoint.manifest import blocks_of, files_in, sums, write_manifest
+from ullage.checkpoint.core.manifest import blocks_of, files_in, sums, write_manifest
 from ullage.core.errors import InputError
 from ullage.training.deepspeed import load_checkpoint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.checkpoint.manifest import damage_in, read_manifests
+from ullage.checkpoint.core.manifest import damage_in, read_manifests
 from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training.saving.staging import old_of, recover, staging_of, write_into, write_whole
 

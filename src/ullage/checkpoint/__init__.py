@@ -14,8 +14,8 @@ from __future__ import annotations
 from ullage.checkpoint.conversion.converting import Report, convert
 from ullage.checkpoint.conversion.differing import TensorDifference, Differences, diff
 from ullage.checkpoint.formats.table import read, targets
-from ullage.checkpoint.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.core.inventory import File, Fragments, Group, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.conversion.verifying import verify
 from ullage.core.errors import CheckpointError
 

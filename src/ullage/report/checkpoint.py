@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ullage.checkpoint.inventory import Group, Inventory, Tensor
-from ullage.checkpoint.problem import Problem
+from ullage.checkpoint.core.inventory import Group, Inventory, Tensor
+from ullage.checkpoint.core.problem import Problem
 from ullage.core.display import counted
 from ullage.core.units import size
 from ullage.report.page import NUM_COLOURS, Box, Row, render

@@ -20,7 +20,7 @@ from ullage.report.page import NUM_COLOURS, Box, Row, render
 from ullage.report.plan import memory_drawing, plan_page
 
 if TYPE_CHECKING:
-    from ullage.checkpoint.inventory import Inventory
+    from ullage.checkpoint.core.inventory import Inventory
     from ullage.core.batch import RaggedBatch
     from ullage.core.layout import Layout
     from ullage.planning import Plan

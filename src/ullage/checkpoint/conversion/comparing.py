@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.numbers import Bytes, cast
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
+from ullage.checkpoint.core.inventory import Inventory, Tensor
+from ullage.checkpoint.core.numbers import Bytes, cast
+from ullage.checkpoint.core.problem import Problem
+from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
 from ullage.core.errors import CheckpointError
 
 _T = TypeVar("_T")

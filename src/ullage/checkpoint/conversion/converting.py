@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from ullage.checkpoint.conversion import checksums, copying, uploading
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import checkpoint_path, is_remote
+from ullage.checkpoint.core.reading import Unreadable
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.reading import Unreadable
-from ullage.checkpoint.remote.paths import is_remote, path_of
 from ullage.core.display import Shown, counted
 from ullage.core.errors import CheckpointError
 
@@ -123,7 +123,7 @@ def convert(
     """
     began = time.monotonic()
     inventory = source if isinstance(source, Inventory) else formats.read(source, storage_options=storage_options)
-    target = path_of(target, storage_options)
+    target = checkpoint_path(target, storage_options)
     target = target if is_remote(target) else Path(os.path.abspath(target))
     formats.require_format(format, ranks)
     # Everything that can be refused is refused before a byte is written.
@@ -141,8 +141,9 @@ def convert(
         mark = mark_of(inventory, targets, options)
     job = _Job(inventory, targets, target, mark, report, progress, options)
     if is_remote(target):
-        uploading.require_writable(inventory, target)
-        job.run_to_store()
+        upload = uploading.Upload(inventory, target, mark)
+        upload.require_possible()
+        job.run_to_store(upload)
     else:
         require_writable(inventory, target, job.partial, report.num_bytes)
         job.run()
@@ -236,16 +237,46 @@ class _Job:
             if journal is not None:
                 journal.close()
 
-    def run_to_store(self) -> None:
-        """Do all units, file by file, into a target in a store."""
+    def run_to_store(self, upload: uploading.Upload) -> None:
+        """Make the target in a spool of this machine, and upload it; the progress is half of each."""
+        pointer, done = formats.POINTERS.get(self.options["format"]), 0
 
         def step(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
             if self.progress is not None:
-                self.progress(num_bytes, self.report.num_bytes)
+                self.progress((self.report.num_bytes + done) // 2, self.report.num_bytes)
 
-        job = uploading.Upload(self.inventory, self.targets, self.target, self.mark, self.report.workers, step)
-        self.report.bytes_resumed = job.run(self._judged, pointer=formats.POINTERS.get(self.options["format"]))
-        self.report.notes += job.notes
+        with upload.spool() as spool:
+            if upload.begin():
+                self.report.bytes_resumed = self.report.num_bytes
+                self.report.notes.append("every file was there already, of an interrupted run")
+            else:
+                made = spool / self.target.name
+                try:
+                    self._make(made)
+                except CheckpointError as error:
+                    if not isinstance(error, Unreadable):  # refused now, refused later: nothing is kept
+                        with suppress(OSError):
+                            upload.withdraw()
+                            shutil.rmtree(spool)
+                    raise
+                upload.send(made, step)
+            upload.end(pointer)
+
+    def _make(self, made: Path) -> None:
+        """Convert to the folder ``made`` of the spool, if an interrupted call has not done so."""
+        with suppress(OSError, ValueError, AttributeError):
+            if json.loads((made / COMPLETE).read_bytes()).get("mark") == self.mark:
+                self.report.bytes_resumed = self.report.num_bytes
+                return
+        shutil.rmtree(made, ignore_errors=True)
+        tell = self.progress
+        half = None if tell is None else lambda done, total: tell(done // 2, total)
+        job = replace(self, target=made, progress=half)
+        hint = "free some space, or set TMPDIR to a folder with more of it"
+        require_writable(self.inventory, made, job.partial, self.report.num_bytes, hint=hint)
+        job.run()
 
     def _work(self, units: list[Unit], journal: Journal) -> dict[int, dict[str, Any]]:
         """The journal's lines of all units, once they are done."""

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from ullage.checkpoint.conversion.journal import Journal, SideBySide, Unit, is_small, neighbours_in
+from ullage.checkpoint.core.inventory import Inventory, Tensor
+from ullage.checkpoint.core.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
+from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.crc import combine
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
 from ullage.core.errors import CheckpointError
 
 
@@ -229,9 +229,9 @@ def run_units(
     targets: list[Target],
     partial: Path,
     units: list[Unit],
-    journal: Journal | None,
+    journal: Journal,
     workers: int,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], None],
 ) -> dict[int, dict[str, Any]]:
     """Do ``units`` on threads; returns their lines in the journal by number. Raises the error of the first that fails.
 
@@ -240,7 +240,7 @@ def run_units(
         targets: all files of the target.
         partial: the folder in which they are written.
         units: the units to do.
-        journal: gets a line per finished unit, if there is one.
+        journal: gets a line per finished unit.
         workers: threads; each holds one chunk of memory and its own open files.
         progress: called with the bytes of each finished unit, never by two threads at once.
     """
@@ -258,13 +258,11 @@ def run_units(
             with lock:
                 made.append(worker)
         line = worker.run(unit)
-        if journal is not None:
-            journal.add(line, unit.num_bytes)
+        journal.add(line, unit.num_bytes)
         if "runs" in line:  # 32 bytes a run, not 300
             line["runs"] = np.array(line["runs"], np.int64)
-        if progress is not None:
-            with lock:
-                progress(unit.num_bytes)
+        with lock:
+            progress(unit.num_bytes)
         return line
 
     # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.

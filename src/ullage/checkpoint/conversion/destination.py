@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 from ullage.checkpoint.conversion.journal import FOLDER, require_writing
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import is_remote
 from ullage.checkpoint.files.archive import Target
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.remote.paths import is_remote
 from ullage.core.errors import InputError
 from ullage.core.replacing import replacing
 
@@ -59,8 +59,13 @@ def require_paths(targets: list[Target], target: Path) -> None:
         raise InputError("a path would be too long", where=longest[:80], expected=f"{limit} bytes", found=f"{size}")
 
 
-def require_writable(inventory: Inventory, target: Path, partial: Path, num_bytes: int) -> None:
-    """Raise ``InputError`` where the target exists, lies inside the source, cannot be written, or has no room."""
+def require_writable(
+    inventory: Inventory, target: Path, partial: Path, num_bytes: int, hint: str = "free some space"
+) -> None:
+    """Raise ``InputError`` where the target exists, lies inside the source, cannot be written, or has no room.
+
+    ``hint``: what to do where there is no room.
+    """
     if os.path.lexists(target):
         raise InputError("the target exists", where=str(target), hint="remove it, or name another")
     source = inventory.folder.resolve()
@@ -73,16 +78,10 @@ def require_writable(inventory: Inventory, target: Path, partial: Path, num_byte
         raise InputError("the target cannot be written", where=str(above), hint="name a folder that you may write to")
     # What an interrupted run has written already counts as free. In blocks: files are holes until units fill them.
     held = sum(p.stat().st_blocks * 512 for p in partial.rglob("*") if p.is_file()) if partial.exists() else 0
-    require_room(above, num_bytes, held=held)
-
-
-def require_room(folder: Path, num_bytes: int, *, held: int = 0, hint: str = "free some space") -> None:
-    """Raise ``InputError`` where ``num_bytes`` do not fit beside ``folder``; ``held`` bytes count as free."""
-    free = shutil.disk_usage(folder).free + held
+    free = shutil.disk_usage(above).free + held
     if free < num_bytes:
-        raise InputError(
-            "the disk is full", where=str(folder), expected=f"{num_bytes} bytes free", found=f"{free}", hint=hint
-        )
+        expected = f"{num_bytes} bytes free"
+        raise InputError("the disk is full", where=str(above), expected=expected, found=f"{free}", hint=hint)
 
 
 def point_to(target: Path, name: str) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from ullage.checkpoint.conversion.comparing import compare_ranges, unequal_elements
 from ullage.checkpoint.conversion.converting import default_workers
+from ullage.checkpoint.core.inventory import Inventory, Tensor
+from ullage.checkpoint.core.numbers import Bytes, as_floats
 from ullage.checkpoint.formats import table as formats
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.numbers import Bytes, as_floats
 from ullage.core.display import Shown, counted
 
 #: The state under which the weights of all formats are compared.

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.numbers import ITEM_BYTES
+from ullage.checkpoint.core.paths import version_of
+from ullage.checkpoint.core.reading import row_elements
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats.locate import JOURNAL as FOLDER
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.numbers import ITEM_BYTES
-from ullage.checkpoint.reading import row_elements
-from ullage.checkpoint.remote.paths import version_of
 from ullage.core.errors import InputError
 
 #: Work that a restart of the machine may cost at most, by bytes written or by time, whichever comes first.

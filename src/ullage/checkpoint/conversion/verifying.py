@@ -27,6 +27,10 @@ from typing import Any
 
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.converting import default_workers
+from ullage.checkpoint.core.inventory import File, Fragments, Inventory, Slice, Tensor
+from ullage.checkpoint.core.numbers import FLOATS
+from ullage.checkpoint.core.paths import hold_descriptions, let_go
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.metadata import brief
@@ -37,13 +41,9 @@ from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_fold
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.formats.table import STAGES, read
-from ullage.checkpoint.formats.torch_dist_reading import MegatronDetails
+from ullage.checkpoint.formats.torch_dist import MegatronDetails
 from ullage.checkpoint.formats.universal import universal_targets
-from ullage.checkpoint.formats.zero_writing import zero_targets
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor
-from ullage.checkpoint.numbers import FLOATS
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions, let_go
+from ullage.checkpoint.formats.zero_shards import zero_targets
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.core.errors import CheckpointError
 
@@ -191,6 +191,8 @@ class _FileComparison:
 
     def __init__(self, ours: Inventory, theirs: Inventory) -> None:
         self.ours, self.theirs, self.folder = ours, theirs, theirs.folder
+        #: the folder that the names of a plan are relative to
+        self.root = theirs.folder
         self.options = _options_of(theirs.folder)
         self.problems: list[Problem] = []
         self.pairs: list[Pair] = []
@@ -211,7 +213,7 @@ class _FileComparison:
 
     def _is_there(self, name: str) -> bool:
         """Whether the target has a file; it is a problem where not."""
-        there = (self.folder / name).is_file()
+        there = (self.root / name).is_file()
         if not there:
             self._add("a file is missing in the target", name)
         return there
@@ -219,16 +221,10 @@ class _FileComparison:
     def _archive(self, name: str) -> TorchFile | None:
         """The description of an archive; None, and a problem, where it cannot be read."""
         try:
-            return read_torch_file(self.folder / name)
+            return read_torch_file(self.root / name)
         except CheckpointError as error:
             self._add(error.what, name, found=error.found)
             return None
-
-    def _walk(self, planned: Target, source: TorchFile, name: str, known: bool) -> None:
-        """Compare the description in a file with the planned one; ``known``: its main tensor is in the inventory."""
-        walk = _Walk(source, planned.stored)
-        walk.compare(planned.root, source.root)
-        self._conclude(walk, source, name, known)
 
     def _conclude(self, walk: _Walk, source: TorchFile | None, name: str, known: bool = False) -> None:
         # Three are enough to recognise the file; a file of another layout would give thousands.
@@ -252,21 +248,30 @@ class _FileComparison:
     def universal(self) -> None:
         """Every file of the plan: copies byte for byte, archives object by object."""
         plan = universal_targets(self.ours)
+        self.problems += self.ours.optimizer_problems  # state that the plan has no place for
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
+        if not self.options:
+            plan = [p for p in plan if (self.folder / p.name).is_file() or not self._is_ours_alone(p.name)]
+        self._planned(plan)
+
+    def _planned(self, plan: list[Target]) -> None:
+        """Compare the files of a plan: copies and texts byte for byte, archives object by object."""
         for planned in plan:
-            path = self.folder / planned.name
-            if not path.is_file():
-                if self.options or not self._is_ours_alone(planned.name):
-                    self._add("a file is missing in the target", planned.name)
-            elif planned.copy_of is not None:
+            path = self.root / planned.name
+            if not self._is_there(planned.name):
+                continue
+            if planned.copy_of is not None:
                 self._copy(planned, path)
-            else:
-                source = self._archive(planned.name)
-                if source is None:
-                    continue
+            elif planned.root is None:
+                if not planned.payloads and path.read_bytes() != planned.texts[0][1]:
+                    self._add("the file is not the source's", planned.name)
+            elif (source := self._archive(planned.name)) is not None:
                 if not self.options and isinstance(source.root, TensorRef) and isinstance(planned.root, dict):
                     continue  # DeepSpeed's at stage 3: the tensor alone, which the inventory has
-                self._walk(planned, source, planned.name, known=planned.name.startswith("zero/"))
+                walk = _Walk(source, planned.stored)
+                walk.compare(planned.root, source.root)
+                within = source if self.root == self.folder else None  # ``common.pt`` has no tensors
+                self._conclude(walk, within, planned.name, known=planned.name.startswith("zero/"))
 
     def _is_ours_alone(self, name: str) -> bool:
         """Files that DeepSpeed's converter does not write: for the other stages, and steps at stage 3."""
@@ -295,10 +300,7 @@ class _FileComparison:
             return  # shards that DeepSpeed wrote are compared tensor by tensor
         options = {key: self.options.get(key) for key in ("ranks", "dtype")}
         targets = zero_targets(self.ours, stage=stage, optimizer=bool(self.options.get("optimizer")), **options)
-        for planned in targets:
-            source = self._archive(planned.name) if self._is_there(planned.name) else None
-            if source is not None:
-                self._walk(planned, source, planned.name, known=False)
+        self._planned(targets)
 
     # Safetensors
 
@@ -311,9 +313,7 @@ class _FileComparison:
             stems["optimizer"] = "optimizer/optimizer"
         for which, stem in stems.items():
             self._indexed(stem, said[which])
-        for planned in safetensors.companions(self.ours):
-            if self._is_there(planned.name) and (self.folder / planned.name).read_bytes() != planned.texts[0][1]:
-                self._add("the file is not the source's", planned.name)
+        self._planned(safetensors.companions(self.ours))
 
     def _indexed(self, stem: str, said: dict[str, str]) -> None:
         where: dict[str, str] = {}
@@ -354,31 +354,21 @@ class _FileComparison:
 
     def trainer(self) -> None:
         """The archives beside the weights, object by object, with the optimizer's tensors."""
-        for planned in trainer_folder.trainer_targets(self.ours):
-            if planned.root is not None and self._is_there(planned.name):
-                self._walk(planned, read_torch_file(self.folder / planned.name), planned.name, known=False)
+        self._planned([p for p in trainer_folder.trainer_targets(self.ours) if p.root is not None])
 
     # Megatron-Core's
 
     def torch_dist(self) -> None:
         """The files beside the tensors, the names in ``.metadata``, and the weights of which there are masters."""
         options = {"dtype": self.options.get("dtype"), "optimizer": bool(self.options.get("optimizer"))}
-        root = self.folder.parent
-        for planned in torch_dist.torch_dist_targets(self.ours, **options):
-            path = root / planned.name
-            if not path.is_file():
-                self._add("a file is missing in the target", planned.name)
-            elif planned.root is not None:
-                walk = _Walk(read_torch_file(path))
-                walk.compare(planned.root, walk.source.root if walk.source else None)
-                self._conclude(walk, None, planned.name)
-            elif path.name == ".metadata":
-                # The entries alone: where a chunk lies follows from the order of the source's tensors.
-                _, entries, _ = dcp.read_metadata(self.folder)
-                wanted = Unpickler(planned.texts[0][1]).load().get("state_dict_metadata")
-                self._conclude(_compared(wanted, entries, "the metadata"), None, planned.name)
-            elif not planned.payloads and path.read_bytes() != planned.texts[0][1]:
-                self._add("the file holds something else", planned.name)
+        plan = torch_dist.torch_dist_targets(self.ours, **options)
+        self.root = self.folder.parent
+        # Of ``.metadata`` the entries alone: where a chunk lies follows from the order of the source's tensors.
+        described = next(planned for planned in plan if planned.name.endswith("/.metadata"))
+        _, entries, _ = dcp.read_metadata(self.folder)
+        wanted = Unpickler(described.texts[0][1]).load().get("state_dict_metadata")
+        self._conclude(_compared(wanted, entries, "the metadata"), None, described.name)
+        self._planned([planned for planned in plan if planned is not described])
         details = self.theirs.details
         if isinstance(details, MegatronDetails):
             for name, weight in details.weights.items():

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Tensor
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.files.pickling import Constant, Pickler, TensorCopy
 from ullage.checkpoint.files.unpickling import TensorRef
-from ullage.checkpoint.inventory import Tensor
-from ullage.checkpoint.numbers import ITEM_BYTES
 
 #: Bytes; counted from the beginning of the archive, also where the archive lies within a file, as torch counts.
 _ALIGNMENT = 64

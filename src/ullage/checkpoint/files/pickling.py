@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Tensor
+from ullage.checkpoint.core.numbers import ITEM_BYTES, STORAGE_OF
 from ullage.checkpoint.files.unpickling import TYPES, Inert, Named, Size, TensorRef
-from ullage.checkpoint.inventory import Tensor
-from ullage.checkpoint.numbers import ITEM_BYTES, STORAGE_OF
 from ullage.core.errors import CheckpointError
 
 

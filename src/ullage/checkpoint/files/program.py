@@ -93,7 +93,7 @@ _left = _Left()
 
 
 @contextmanager
-def counted(num_bytes: int) -> Iterator[None]:
+def limit_costs(num_bytes: int) -> Iterator[None]:
     """A context in which one program of so many bytes runs, and its keys and copies are counted."""
     _left.odd, _left.entries = _MOST_ODD_KEYS, _COPIES * (num_bytes + 4096)
     try:

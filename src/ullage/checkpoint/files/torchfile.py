@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.numbers import ITEM_BYTES, NUMBER_CODES
+from ullage.checkpoint.core.paths import OpenFile, opened
 from ullage.checkpoint.files.unpickling import Refused, TensorRef, Unpickler
-from ullage.checkpoint.numbers import ITEM_BYTES, NUMBER_CODES
-from ullage.checkpoint.remote.paths import OpenFile, opened
 from ullage.core.errors import CheckpointError
 
 #: Records beside the storages that a loader reads.

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ullage.checkpoint.core.numbers import ITEM_BYTES, STORAGES
 from ullage.checkpoint.files import program as checking
 from ullage.checkpoint.files.plain_data import Use, is_stranger, may_call, use_of
-from ullage.checkpoint.numbers import ITEM_BYTES, STORAGES
 
 #: No tensor has more bytes than this; sizes beyond it are damage, and would overflow int64.
 MAX_BYTES = 1 << 60
@@ -325,7 +325,7 @@ class Unpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         """The content."""
-        with checking.counted(self._num_bytes):
+        with checking.limit_costs(self._num_bytes):
             return super().load()
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:

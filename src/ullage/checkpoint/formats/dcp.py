@@ -25,6 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES
+from ullage.checkpoint.core.paths import hold_descriptions
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target, archive, archive_like
 from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy, pickled
@@ -41,11 +45,7 @@ from ullage.checkpoint.formats.entries import (
     text_file,
     weights_of,
 )
-from ullage.checkpoint.formats.locate import object_of, schedule, steps_taken
-from ullage.checkpoint.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions
+from ullage.checkpoint.formats.locate import fsdp_schedule, object_of, steps_taken
 from ullage.checkpoint.zero.folder import collected, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.states import Details
@@ -397,7 +397,7 @@ class _DcpReading(ItemReading):
             name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
             shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
             with collected(self.problems, parameter=flat):
-                self.tensors.append(joined(name, key, shape, chunks))
+                self.tensors.append(join_chunks(name, key, shape, chunks))
 
     def _settings(self) -> list[dict[str, Any]]:
         """Hyperparameters by group, with the names of its parameters."""
@@ -435,12 +435,12 @@ class _DcpReading(ItemReading):
         named = all(isinstance(name, str) for listed in names for name in listed)
         return Details(
             {}, {}, steps, self.settings, names=names if named else None, numbers=self.numbers,
-            scheduler=schedule(self.folder), buffers_known=self.buffers is not None,
+            scheduler=fsdp_schedule(self.folder), buffers_known=self.buffers is not None,
             global_step=steps_taken(self.folder),
         )  # fmt: skip
 
 
-def joined(name: str, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Tensor:
+def join_chunks(name: str, key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Tensor:
     """The tensor of its chunks. Raises ``CheckpointError`` where they do not fit together."""
     # What is not contiguous cannot be a fragment: such a chunk is read only where it is the only one.
     strided = [chunk for chunk in chunks if chunk.alone.merge.kind == "strided"]

@@ -17,13 +17,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.core.numbers import FLOATS, NUMBER_CODES
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Constant, TensorCopy, is_writable
 from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.locate import text_of
-from ullage.checkpoint.inventory import Fragments, Inventory, Merge, Slice, Tensor
-from ullage.checkpoint.numbers import FLOATS, NUMBER_CODES
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import flattened
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
@@ -164,7 +164,7 @@ def copied(folder: Path, names: Iterable[str]) -> list[Target]:
     return [text_file(name, text) for name, text in texts if text is not None]
 
 
-def described(name: str, content: Any, held: ShardFile | ModelFile | None, more: int = 0) -> Target:
+def archive_again(name: str, content: Any, held: ShardFile | ModelFile | None, more: int = 0) -> Target:
     """An archive of what a file of the source describes. Tensors in it are carried over from there.
 
     Args:

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Band, Inventory, Merge, Tensor
 from ullage.checkpoint.formats.entries import rows_of
 from ullage.checkpoint.formats.locate import object_of
-from ullage.checkpoint.inventory import Band, Inventory, Merge, Tensor
 from ullage.checkpoint.zero.states import Details
 
 #: Names of (w1, w2, w3) of one expert in files of weights, by model type.

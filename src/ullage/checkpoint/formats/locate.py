@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.paths import checkpoint_path, is_remote, read_start
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
-from ullage.checkpoint.remote.paths import is_remote, path_of, read_start
 from ullage.core.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
@@ -25,13 +25,13 @@ TRAINER_STATE = "trainer_state.json"
 _STATES = "ullage_states.json"
 
 
-def locate(folder: str | Path) -> tuple[Path, str]:
+def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
     """(folder of the files, format). The folder may be the tag's or its parent, which says which tag is the latest.
 
     Raises ``CheckpointError`` for a folder that is missing or not a checkpoint.
     """
     with as_checkpoint_error(str(folder)):
-        folder = path_of(folder)
+        folder = checkpoint_path(folder)
         there = folder.is_dir()
     if not there:
         if not is_remote(folder) and folder.is_file():
@@ -135,6 +135,6 @@ def steps_taken(folder: Path) -> int | None:
     return found if type(found) is int else None
 
 
-def schedule(folder: Path) -> Any:
+def fsdp_schedule(folder: Path) -> Any:
     """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
     return object_of(folder, _STATES).get("scheduler")

@@ -11,11 +11,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import Inventory, Tensor
+from ullage.checkpoint.core.numbers import FLOATS
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
 from ullage.checkpoint.files.unpickling import Size, TensorRef
 from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entries, states_by_name
-from ullage.checkpoint.inventory import Inventory, Tensor
-from ullage.checkpoint.numbers import FLOATS
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
 
@@ -157,7 +157,7 @@ def schedule_of(inventory: Inventory) -> Any:
     return details.lead.root.get("lr_scheduler")
 
 
-def notes_on_missing(inventory: Inventory) -> list[str]:
+def notes_on_schedule(inventory: Inventory) -> list[str]:
     """A note where an engine with a schedule would miss its state."""
     if schedule_of(inventory) is not None:
         return []

@@ -130,7 +130,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def ranges_of(row: NameRow, rows: int, architecture: Architecture, where: str) -> list[list[Range]]:
+def row_ranges(row: NameRow, rows: int, architecture: Architecture, where: str) -> list[list[Range]]:
     """For each Hugging Face name of ``row``, the ranges of Megatron-Core's ``rows`` that are its rows, in order.
 
     Raises ``CheckpointError`` where the numbers of the architecture do not divide the rows.

@@ -19,6 +19,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ullage.checkpoint.core.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES, SAFETENSORS
+from ullage.checkpoint.core.paths import opened
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
@@ -32,10 +36,6 @@ from ullage.checkpoint.formats.entries import (
     text_file,
     weights_of,
 )
-from ullage.checkpoint.inventory import File, Fragments, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES, SAFETENSORS
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import opened
 from ullage.checkpoint.zero.folder import collected
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError

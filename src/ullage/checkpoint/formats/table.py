@@ -8,22 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Inventory
+from ullage.checkpoint.core.paths import checkpoint_path, let_go, looked_at, reached
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
 from ullage.checkpoint.formats.dcp import dcp_targets, read_dcp
 from ullage.checkpoint.formats.entries import known_buffers
 from ullage.checkpoint.formats.hub_names import hub_named
-from ullage.checkpoint.formats.locate import locate
+from ullage.checkpoint.formats.locate import locate_checkpoint
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
-from ullage.checkpoint.formats.stage_0 import read_zero
-from ullage.checkpoint.formats.torch_dist import torch_dist_targets
-from ullage.checkpoint.formats.torch_dist_reading import read_torch_dist
+from ullage.checkpoint.formats.torch_dist import read_torch_dist, torch_dist_targets
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
-from ullage.checkpoint.formats.zero_writing import notes_on_rounded, zero_targets
-from ullage.checkpoint.inventory import Inventory
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import let_go, looked_at, path_of, reached
+from ullage.checkpoint.formats.zero_shards import notes_on_rounded, read_zero, zero_targets
 from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {
@@ -56,7 +54,7 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for experts of a kind that is not read, and for a
     file that asks to run code.
     """
-    path, format = locate(path_of(folder, storage_options))
+    path, format = locate_checkpoint(checkpoint_path(folder, storage_options))
     try:
         with looked_at(path):
             return _READERS[format](path)
@@ -88,7 +86,7 @@ def _targets(
 ) -> list[Target]:
     carried = carries_optimizer(format, optimizer)
     if carried:
-        require_none(inventory, optimizer_problems(inventory, format))
+        require_none(inventory, list(inventory.optimizer_problems))
     if format in STAGES:
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
     if format in _WRITERS:
@@ -107,15 +105,15 @@ def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]
     ``targets``: the files that the conversion writes.
     """
     if format in STAGES:
-        said = [*model_states.notes_on_missing(inventory), *notes_on_rounded(targets)]
+        said = [*model_states.notes_on_schedule(inventory), *notes_on_rounded(targets)]
         trained = {tensor.name for tensor in inventory.tensors if tensor.kind == "parameter" and tensor.key != "fp32"}
         is_told = inventory.groups or trained.issuperset(inventory.parameters) or known_buffers(inventory) is not None
         if STAGES[format] == 3 and not is_told:
             said.append("nothing says which tensors are buffers: those of floats are taken for parameters")
         return said
     if format == "trainer":
-        return trainer_folder.notes_on_missing(inventory)
-    return universal.notes_on_missing(inventory) if format == "universal" else []
+        return trainer_folder.notes_for_trainer(inventory)
+    return universal.notes_for_engines(inventory) if format == "universal" else []
 
 
 def require_format(format: str, ranks: int | None = None) -> None:
@@ -129,20 +127,6 @@ def require_format(format: str, ranks: int | None = None) -> None:
 def carries_optimizer(format: str, optimizer: bool | None) -> bool:
     """Whether a conversion carries the optimizer's state: by default not to safetensors."""
     return bool(optimizer) if format == "safetensors" else optimizer is not False
-
-
-def optimizer_problems(inventory: Inventory, format: str) -> list[Problem]:
-    """Reasons why the optimizer's state cannot be carried to ``format``; ``[]`` when it can."""
-    problems = list(inventory.optimizer_problems)
-    if format == "universal":
-        return problems
-    hint = "convert the weights only, with --weights-only, or --to universal"
-    for rank, uncut in getattr(inventory.details, "uncut", {}).items():
-        problems += [
-            Problem(f"{format} has no place for optimizer state {key}, which is not a partition", rank=rank, hint=hint)
-            for key in sorted(uncut.keys)
-        ]
-    return problems
 
 
 def require_none(inventory: Inventory, problems: list[Problem]) -> None:

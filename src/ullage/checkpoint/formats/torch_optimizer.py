@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Tensor
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.entries import saved_number
-from ullage.checkpoint.inventory import Tensor
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY, Details
 

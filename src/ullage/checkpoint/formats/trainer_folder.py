@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import File, Inventory
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
@@ -31,8 +33,6 @@ from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.safetensors import companions, read_safetensors, weights_targets
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, trainer_orders, unnamed
-from ullage.checkpoint.inventory import File, Inventory
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.folder import record_table
 from ullage.core.errors import CheckpointError
 
@@ -68,7 +68,7 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
     return targets + companions(inventory)
 
 
-def notes_on_missing(inventory: Inventory) -> list[str]:
+def notes_for_trainer(inventory: Inventory) -> list[str]:
     """Notes on what transformers' Trainer asks for and the source does not have."""
     found = []
     if schedule_of(inventory) is None:

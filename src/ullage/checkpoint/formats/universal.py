@@ -22,16 +22,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ullage.checkpoint.core.inventory import File, Inventory, Tensor, WrittenBy
+from ullage.checkpoint.core.paths import hold_descriptions
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Target, archive, archive_like
 from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.entries import described, in_file, kept_entries, number, optimizer_groups, saved_number
-from ullage.checkpoint.inventory import File, Inventory, Tensor, WrittenBy
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import hold_descriptions
+from ullage.checkpoint.formats.entries import (
+    archive_again,
+    in_file,
+    kept_entries,
+    number,
+    optimizer_groups,
+    saved_number,
+)
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.expert_layers import router_copies
 from ullage.checkpoint.zero.folder import collected, record_table
@@ -39,7 +46,7 @@ from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
 from ullage.checkpoint.zero.shards import ModelFile
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_whole
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, WRAPPER, Details, kept_numbers
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 
@@ -117,18 +124,18 @@ def _optimizer_file(details: Details) -> Target:
         if "step" in scalars:
             state[i]["step"] = number(scalars["step"], shard.step_dtypes[i])
         if rank in details.uncut:
-            state[i] |= kept_whole(shard, i, details.uncut[rank])
+            state[i] |= kept_numbers(shard, i, details.uncut[rank])
     content.setdefault("ds_version", details.models[min(details.models)].root.get("ds_version"))
     # At the top for the loaders of stages 1 and 2 (``base_optimizer.py``), inside for that of stage 3.
     content["param_groups"] = groups
     content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-    return described("zero/optimizer_state.pt", content, shard)
+    return archive_again("zero/optimizer_state.pt", content, shard)
 
 
-def notes_on_missing(inventory: Inventory) -> list[str]:
+def notes_for_engines(inventory: Inventory) -> list[str]:
     """What the source lacks; of shards, one note per file of model states with entries that are left out."""
     if not _has_shards(inventory):
-        return model_states.notes_on_missing(inventory)
+        return model_states.notes_on_schedule(inventory)
     found = []
     for model in inventory.details.models.values():
         with in_file(model.source):
@@ -154,7 +161,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         if model_rank in details.shapes:
             # With experts the file names those of one rank, and has the weights of none.
             content["param_shapes"] = [OrderedDict(named) for named in details.shapes[model_rank]]
-            targets.append(described(whole, content, model))
+            targets.append(archive_again(whole, content, model))
             content = dict(content)
         elif not stage3:
             # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
@@ -165,7 +172,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             content["module"] = OrderedDict({**held, **others})
         content["shared_params"] = inventory.aliases or content.get("shared_params")
         names = [whole, slim] if stage3 else [slim]
-        targets += [described(name, content, model) for name in names]
+        targets += [archive_again(name, content, model) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
             targets.append(Target(file.name, file.num_bytes, copy_of=index))
@@ -383,10 +390,10 @@ def _of_any(inventory: Inventory) -> list[Target]:
         "param_groups": settings,
         "optimizer_state_dict": {"state": state, "param_groups": settings},
     }
-    targets.append(described("zero/optimizer_state.pt", content, None, more))
+    targets.append(archive_again("zero/optimizer_state.pt", content, None, more))
     names = [[name for name in group.names if name in parts.trained] for group in groups]
     config = model.root.get("ds_config") if model else {}
     said = parts.states(parts.module("absent"), names, inventory.written_by.dp, config or {})
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        targets.append(described(name, said, model, more))
+        targets.append(archive_again(name, said, model, more))
     return targets

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 
@@ -47,6 +47,8 @@ class Piece:
 
     def runs(self) -> Int64:
         """[n, 3] of start in the whole, start in the slice, and length, of runs that are contiguous in both."""
+        # The left half of [2, 6], in a slice of [2, 3], is a shape of (2, 3) with strides (6, 1) and (3, 1): its two
+        # rows are the runs (0, 0, 3) and (6, 3, 3).
         last = self.shape[-1:] if self.whole[1][-1:] == self.slice[1][-1:] == (1,) else ()
         length = last[0] if last else 1
         outer = self.shape[: len(self.shape) - len(last)]
@@ -221,6 +223,8 @@ def _runs_of(merge: Merge, slices: list[Slice]) -> Int64:
 
 def _joined_runs(runs: Int64) -> Int64:
     """The same runs by start, those that continue one another as one."""
+    # Rows are (start in the whole, rank, start in the slice, length): (0, 1, 4, 2) and (2, 1, 6, 3) become (0, 1, 4,
+    # 5).
     runs = runs[runs[:, 3] > 0]
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     ends = runs[:, [0, 2]] + runs[:, 3:]
@@ -321,6 +325,8 @@ def _folded(shape: tuple[int, ...], sides: list[tuple[int, list[int]]], location
     """The piece without dims of size 1, and with dims that are one in both tensors joined."""
     if 0 in shape:
         return Piece((0,), (0, ()), (0, ()), locations)
+    # A shape of (2, 3, 4) with strides (24, 4, 1) in the whole and (12, 4, 1) in the slice: the last two dims are one
+    # in both, and (2, 12) with strides (24, 1) and (12, 1) is left.
     dims: list[tuple[int, int, int]] = []
     for size, a, b in zip(shape, sides[0][1], sides[1][1]):
         if size == 1:

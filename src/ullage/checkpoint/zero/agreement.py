@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.metadata import comparable
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.expert_layers import FlatBuffer
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.partitions import rows_by_rank
@@ -62,7 +62,7 @@ def require_ranks(folder: Folder, world: int, model_ranks: range, copies: int = 
             folder.add_problem("model states are missing", file=name, rank=0)
 
 
-def require_agreement(folder: Folder) -> None:
+def find_odd_files(folder: Folder) -> None:
     """Find files that differ from most others in stage, world size or step."""
 
     def odd_ones(facts: dict[Any, Any], what: str, files: dict[Any, Any]) -> None:

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Slice, Tensor
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Fragments, Group, Slice, Tensor
 from ullage.checkpoint.zero.folder import Folder, collected
 from ullage.checkpoint.zero.modules import Kind, whole_tensor
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
@@ -270,6 +270,8 @@ class Placed:
         """The fragments of the buffer's part, at their elements of the whole."""
         if self.rows is None:
             return fragments
+        # A buffer with experts 2 and 3 of 4, of 10 elements each: its elements [0, 10) are [20, 30) of the stack, its
+        # elements [10, 20) are [30, 40).
         row = int(np.prod(self.shape[1:], dtype=np.int64))
         parts = [
             fragments.window(at * row, (at + 1) * row, item_bytes).moved((expert - at) * row)
@@ -355,6 +357,7 @@ class Experts:
         if ep is None or not self._fits(lead, index, named, ep):
             return
         self.sizes.add(ep)
+        # Of 4 ranks, 2 expert-parallel ones: rank 0 of these is ranks 0 and 2, or 0 and 1 with data before experts.
         for rank in range(ep):
             ranks = range(rank * count, (rank + 1) * count) if self.data_before else range(rank, world, ep)
             held = {number: mine[dp_rank] for number, dp_rank in enumerate(ranks) if dp_rank in mine}

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Group
+from ullage.checkpoint.core.paths import is_remote
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile
-from ullage.checkpoint.inventory import Group
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import is_remote
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
 from ullage.core.errors import CheckpointError, listed

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import Fragments, Merge, Slice, Tensor
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.inventory import Fragments, Merge, Slice, Tensor
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.folder import Folder, collected, record_table
 from ullage.checkpoint.zero.parallel import Joining, Stages

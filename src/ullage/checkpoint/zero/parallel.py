@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice, Tensor
+from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
-from ullage.checkpoint.inventory import Band, Fragments, Merge, Slice, Tensor
-from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
 from ullage.checkpoint.zero.folder import Folder
@@ -224,7 +224,8 @@ def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Joint:
         shape = _stacked(name, slices, dim)
         bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
         extra["cat_dim"] = dim
-    # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices.
+    # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices. Two slices of [4,
+    # 3] along dim 1 make [4, 6]: outer 4, size 6, inner 1, and bands of width 3 at 0 and at 3.
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     return Joint(shape, Merge("columns", outer, shape[dim] if shape else 1, inner, tuple(bands)), extra)
 
@@ -278,6 +279,8 @@ def _interleaved(widths: list[list[int]]) -> list[Band]:
     A slice holds its parts of all sub-parameters, one after the other. The whole holds sub-parameter 0 of all slices,
     then sub-parameter 1 of all slices, and so on.
     """
+    # Two slices of 4 rows, each 2 rows of a gate and 2 of another projection: widths [[2, 2], [2, 2]]. The rows of the
+    # whole are 0 and 1 of slice 0, 0 and 1 of slice 1, 2 and 3 of slice 0, 2 and 3 of slice 1.
     bands, at = [], 0
     begins = [0] * len(widths[0])
     for row in widths:
@@ -353,7 +356,8 @@ def flattened(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int
     parts = []
     for band in merge.bands:
         # Nothing comes before the dim, so a band is one run: of its slice from ``begin`` on, of the whole from ``at``
-        # on. ``moved`` shifts its fragments from the one address to the other.
+        # on. ``moved`` shifts its fragments from the one address to the other. With rows of 3 elements, the 2 rows from
+        # row 4 of a slice on that lie at row 6 of the whole are elements [12, 18) there, and move on by 6 to [18, 24).
         begin, at = band.begin * merge.inner, band.at * merge.inner
         width = max(0, min(band.width * merge.inner, limit - at))
         parts.append(slices[band.slice].fragments.window(begin, begin + width, item_bytes).moved(at - begin))

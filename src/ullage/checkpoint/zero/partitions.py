@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ullage.checkpoint.core.inventory import Fragments, Group
+from ullage.checkpoint.core.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.files.metadata import Shapes
-from ullage.checkpoint.inventory import Fragments, Group
-from ullage.checkpoint.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
 from ullage.core.layout import Int64, Layout, Pieces
@@ -42,13 +42,17 @@ def stage12_group(
     paddings = np.array(alignments, np.int64) if alignments else np.zeros_like(numels)
     layout = Layout.from_slots(numels, numels + paddings)
     # DeepSpeed pads the buffer to a multiple of 2W (``nccl_start_alignment_factor``), so a partition has an even size.
+    # Parameters of 5 and 4 elements on 2 ranks: 9 elements become 12. Rank 0 holds the first parameter and 1 element of
+    # the second, rank 1 the other 3 and 3 of padding.
     size = max(shard_size, -(-layout.size // (2 * world)) * 2)
     return Group(index, model_rank, tuple(named), layout.pieces(np.arange(world + 1) * size), size, world, booked)
 
 
 def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Group:
     """A sub-group of stage 3: each parameter in ``world`` equal parts, the parts of one rank end to end."""
-    # Every parameter is a layout of its own; ``at`` is where its part begins in the buffer of each rank.
+    # Every parameter is a layout of its own; ``at`` is where its part begins in the buffer of each rank. Parameters of
+    # 5 and 4 elements on 2 ranks: rank 0 holds [0, 3) of the first at 0 and [0, 2) of the second at 3; rank 1 holds [3,
+    # 5) of the first at 0, one element of padding, and [2, 4) of the second at 3.
     rows: list[Pieces] = []
     at = 0
     for item, shape in enumerate(named.values()):
@@ -83,6 +87,7 @@ def undealt(names: list[str], ranks: int) -> list[str]:
     Round robin deals the parameters out to the ranks, one by one, and lays those of the first rank first.
     Source: ``_round_robin_reorder`` in ``deepspeed/runtime/zero/stage_1_and_2.py``.
     """
+    # Five parameters a to e on 2 ranks lie in memory as a c e b d: of place 0 to 4 there, the numbers are 0 2 4 1 3.
     dealt = [place for rank in range(ranks) for place in range(rank, len(names), ranks)]
     return [name for _, name in sorted(zip(dealt, names))]
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.inventory import Fragments, Group, Inventory, Slice, Tensor, WrittenBy
-from ullage.checkpoint.numbers import ITEM_BYTES
 from ullage.checkpoint.zero import modules
 from ullage.checkpoint.zero.agreement import (
     compare_mappings,
-    require_agreement,
+    find_odd_files,
     require_known_kind,
     require_ranks,
     shard_groups,
@@ -58,7 +58,7 @@ def read_shards(folder: Folder) -> Inventory:
     if copies > 1:
         folder.notes.append(f"MiCS: {copies} groups of {world} ranks hold the same shards; the first group's are saved")
     require_ranks(folder, world, range(tp * pp), copies)
-    require_agreement(folder)
+    find_odd_files(folder)
     for model in folder.models.values():
         model.aliases |= router_copies(model)
     saved = first.root.get("optimizer_state_dict", {})
@@ -212,7 +212,7 @@ class _Trained:
         folder.notes += uncut.notes
         for part in parts:
             for key in lead.flats[part.group.index]:
-                # State that is no partition has no place in the layout; ``kept_whole`` carries it.
+                # State that is no partition has no place in the layout, and is a problem of the optimizer's.
                 if key not in uncut.keys:
                     self._add_slices(part, key)
         for part, momentum in zip(parts, momenta):

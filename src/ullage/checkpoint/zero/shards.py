@@ -25,18 +25,17 @@ Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ullage.checkpoint.core.inventory import File
+from ullage.checkpoint.core.numbers import ITEM_BYTES, NUM_CODES, CodedPart, elements_per_scale
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
-from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_bytes, read_torch_file
+from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
-from ullage.checkpoint.inventory import File
-from ullage.checkpoint.numbers import ITEM_BYTES, NUM_CODES, CodedPart, block_size
 from ullage.core.errors import CheckpointError
 
 #: Group 1: number of the layer.
@@ -58,8 +57,6 @@ _KINDS: dict[re.Pattern[str], Literal["optimizer", "model", "layer", "expert"]] 
 _OF_OLD = "a mixture of experts of a version that does not number its layers is not supported"
 _LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a newer one"
 _FOLDED = "AutoEP folded with tensor parallelism is not supported"
-#: State that is not cut like the weights is compared over ranks up to this many bytes, and refused beyond.
-_SMALL_STATE = 1 << 16
 #: The entry of a state that holds what is quantised.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 #: Two states of these optimizers, by the names that all others have for them.
@@ -347,21 +344,17 @@ def _split(
             raise metadata.malformed("a name of optimizer state", where, "a name other than fp32", key)
         # A tensor of no dims is a number (a step); one of some dims may be a partition, which its length will tell.
         if isinstance(value, TensorRef) and value.shape and key != "step":
-            flats[key] = _placed(source, value, key, where, master.numel)
+            flats[key] = _placed(source, value, key, where)
         elif value is not None:
             number = as_number(value, source)
             scalars[key] = value if number is None else number
     return flats, scalars
 
 
-def _placed(source: TorchFile, ref: TensorRef, key: str, where: str, partition: int | None = None) -> FlatTensor:
+def _placed(source: TorchFile, ref: TensorRef, key: str, where: str) -> FlatTensor:
     if not ref.contiguous:
         raise CheckpointError("optimizer state that is not contiguous", where=f"{where}, state {key}")
-    digest = None
-    # Small, and no partition: its content is kept as a digest, to be compared over ranks (``states``).
-    if partition is not None and ref.numel != partition and ref.num_bytes <= _SMALL_STATE:
-        digest = hashlib.sha256(repr((ref.dtype, ref.shape)).encode() + read_bytes(source, ref)).hexdigest()
-    return FlatTensor(ref.dtype, ref.numel, source.place(ref), digest)
+    return FlatTensor(ref.dtype, ref.numel, source.place(ref))
 
 
 def _mapping(group: Any, where: str) -> dict[str, tuple[int, int]]:
@@ -406,14 +399,12 @@ class FlatTensor:
         dtype: of its elements.
         numel: number of elements.
         offset: byte of the file at which the first lies.
-        digest: of its content, for a small tensor whose length is not the partition's; else None.
         coded: how its elements are decoded, where the file holds codes of one byte.
     """
 
     dtype: str
     numel: int
     offset: int
-    digest: str | None = None
     coded: CodedPart | None = None
 
     @property
@@ -444,11 +435,11 @@ def decoded(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
         codes, scales, table = (flats.get(f"{stem}{number}") for stem in ("state", "absmax", "qmap"))
         if codes is None or codes.dtype != "uint8" or scales is None or table is None:
             continue
-        block = block_size(codes.numel, scales.numel)
+        block = elements_per_scale(codes.numel, scales.numel)
         if block is None or table.numel != NUM_CODES or {scales.dtype, table.dtype} != {"float32"}:
             continue
         part = CodedPart(codes.offset, scales.offset, table.offset, codes.numel, block)
-        found[f"state{number}"] = replace(codes, dtype="float32", digest=None, coded=part)
+        found[f"state{number}"] = replace(codes, dtype="float32", coded=part)
         del found[f"absmax{number}"], found[f"qmap{number}"]
     if second is None:
         return found

@@ -1,10 +1,9 @@
 """Optimizer state that is not cut like the weights, and what else of a ZeRO checkpoint writers of other formats need.
 
 A state tensor as long as the partition is cut with the weights, after ``shards.decoded`` has found what is quantised.
-Muon's momentum is whole parameters (:func:`taken_momentum`). Any other tensor is either a code book that is the same
-everywhere, or belongs to ONE rank's partition and means nothing once the partition is gone. The files do not say which.
-What two ranks hold in common byte for byte belongs to neither partition, and is carried; what differs, or was saved by
-one rank only, cannot be carried to another layout, and the optimizer's state is refused. The weights are not concerned.
+Muon's momentum is whole parameters (:func:`taken_momentum`). Any other tensor may belong to ONE rank's partition, and
+would mean nothing once the partition is gone: the optimizer's state is refused. The weights are not concerned. Numbers
+that are the same on all ranks are carried.
 
 Muon makes a matrix orthogonal, so below stage 3 a rank needs the whole momentum of every parameter of which its
 partition has some elements: ``momentum_buffer`` is those parameters end to end, in the order of the flat buffer,
@@ -21,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from ullage.checkpoint.core.inventory import Fragments, Group, Inventory
+from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.metadata import Shapes, brief, comparable
 from ullage.checkpoint.files.torchfile import TorchFile
-from ullage.checkpoint.inventory import Fragments, Group, Inventory
-from ullage.checkpoint.problem import Problem
 from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile, offload_of, zero_config
 
 #: What to do where the optimizer's state cannot be carried.
@@ -45,7 +44,7 @@ class Uncut:
     """Optimizer state of one model rank that is not cut into partitions.
 
     Attributes:
-        keys: states whose tensors are no partition, so that they are kept whole.
+        keys: states whose tensors are no partition, so that they have no place in a layout.
         left_out: states that are numbers and need not be carried.
         problems: why the state cannot be converted.
         notes: what was decided, for the report.
@@ -81,7 +80,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
             add(what, index, expected=expected, found=f"{placed.numel} elements of {placed.dtype}")
     for index, scalars in enumerate(lead.scalars):
         for key, value in scalars.items():
-            if not is_plain(value):
+            if not is_plain_state(value):
                 what = f"optimizer state {key} is of a kind that is not known"
                 add(what, index, expected="tensors and numbers", found=brief(value))
     # A state on some ranks only has no place on the others. The reverse, a state that ``lead`` has and another rank
@@ -90,15 +89,11 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
         for index, (mine, theirs) in enumerate(zip(lead.flats, shard.flats)):
             for key in sorted(set(theirs) - set(mine))[:1]:
                 add(f"optimizer state {key} is not on all ranks", index)
-    # State that is not a partition is carried if all ranks have the same bytes.
-    for index, key, _ in sorted(held, key=lambda each: each[:2]):
-        problem = _compare(ordered, index, key) if key in keys else None
-        if problem is not None:
-            found.problems.append(problem)
-        elif key in keys:
-            found.notes.append(
-                f"group {index}: state {key} is not a partition and equal on all ranks; it is kept whole"
-            )
+    for index, key, placed in held:
+        if key in keys and placed.dtype not in _CODES:
+            what = f"optimizer state {key} is no partition, so it cannot be carried to another layout"
+            expected = f"a state of {lead.flats[index]['fp32'].numel} elements, like the weights"
+            add(what, index, expected=expected, found=f"{placed.numel} elements")
     found.problems += _compare_numbers(ordered)
     for key in sorted(_RECOMPUTED):
         scalars = [
@@ -110,37 +105,13 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
     return found
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_state(value: Any) -> bool:
     """Whether a value is a number or text, or a container of such; anything else may hold tensors of its own form."""
     if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+        return all(map(is_plain_state, value.values()))
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+        return all(map(is_plain_state, value))
     return value is None or isinstance(value, (bool, int, float, complex, str))
-
-
-def _compare(shards: list[ShardFile], index: int, key: str) -> Problem | None:
-    """The problem of one state of one group, if it may not be carried."""
-    lead, *others = shards
-    mine = lead.flats[index][key]
-    shard, placed, how = lead, mine, None if others else "on one rank, where nothing tells what they belong to"
-    if mine.digest is None:
-        how = "too many to be the same on all ranks"
-    else:
-        for other in others:
-            theirs = other.flats[index].get(key) if index < len(other.flats) else None
-            if theirs is None or theirs.digest != mine.digest:
-                shard, placed, how = other, theirs, "others than on rank 0"
-                break
-    if how is None:
-        return None
-    size = "nothing" if placed is None else f"{placed.numel} elements"
-    return Problem(
-        f"optimizer state {key} belongs to one rank's partition, so it cannot be carried to another layout",
-        shard.name, shard.dp_rank, index,
-        expected=f"a state of {lead.flats[index]['fp32'].numel} elements, like the weights, or the same on all ranks",
-        found=f"{size}, {how}", hint=WEIGHTS_ONLY,
-    )  # fmt: skip
 
 
 def _compare_numbers(shards: list[ShardFile]) -> list[Problem]:
@@ -174,10 +145,9 @@ def _compare_numbers(shards: list[ShardFile]) -> list[Problem]:
     return []
 
 
-def kept_whole(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
-    """State of a group that is neither cut nor the step: numbers, and references to tensors."""
-    found = {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
-    return found | {k: v for k, v in shard.states[index].items() if k in uncut.keys}
+def kept_numbers(shard: ShardFile, index: int, uncut: Uncut) -> dict[str, Any]:
+    """State of a group that is neither cut nor the step: numbers."""
+    return {k: v for k, v in shard.scalars[index].items() if k != "step" and k not in uncut.left_out}
 
 
 @dataclass
@@ -275,5 +245,5 @@ def kept_by_group(details: Details) -> dict[int, dict[str, Any]]:
     for rank, shard in list(details.shards.items())[:1]:
         for index, group in enumerate(shard.group_of):
             if rank in details.uncut:
-                found.setdefault(group, {}).update(kept_whole(shard, index, details.uncut[rank]))
+                found.setdefault(group, {}).update(kept_numbers(shard, index, details.uncut[rank]))
     return {group: kept for group, kept in found.items() if kept}

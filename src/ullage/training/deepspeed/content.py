@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
-from ullage.checkpoint.manifest import around, damage_in
+from ullage.checkpoint.core.manifest import around, damage_in
 from ullage.core.errors import CheckpointError, UllageError
 from ullage.core.layout import Int64
 from ullage.ranks import Axis

@@ -27,10 +27,10 @@ import torch
 
 from ullage.checkpoint import Tensor
 from ullage.checkpoint.conversion.checksums import compare_runs
+from ullage.checkpoint.core.manifest import BLOCK_BYTES
+from ullage.checkpoint.core.numbers import Bytes
+from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 from ullage.checkpoint.files.crc import combine
-from ullage.checkpoint.manifest import BLOCK_BYTES
-from ullage.checkpoint.numbers import Bytes
-from ullage.checkpoint.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
 from ullage.core.replacing import replaced

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.checkpoint.numbers import SAFETENSORS
+from ullage.checkpoint.core.numbers import SAFETENSORS
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.ranks import Axis

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ullage.checkpoint.manifest import manifest_name
+from ullage.checkpoint.core.manifest import manifest_name
 from ullage.core.errors import CheckpointError
 from ullage.core.replacing import replaced
 from ullage.ranks.world import agreement, is_first_of_machine

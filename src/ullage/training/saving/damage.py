@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage.checkpoint.manifest import (
+from ullage.checkpoint.core.manifest import (
     Block,
     Damage,
     Manifest,

@@ -29,7 +29,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage.checkpoint.manifest import Block, blocks_of, files_in, manifest_name, share_of_blocks, sums, write_manifest
+from ullage.checkpoint.core.manifest import (
+    Block,
+    blocks_of,
+    files_in,
+    manifest_name,
+    share_of_blocks,
+    sums,
+    write_manifest,
+)
 from ullage.core.errors import CheckpointError, TrainingError, UllageError
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, require_same_folder
 from ullage.training.saving.damage import examine, is_damaged, name_for_damaged

@@ -153,7 +153,7 @@ class CodedBlocks:
         return table(file, part.table, NUM_CODES)[codes] * table(file, part.scales, part.num_scales)[blocks]
 
 
-def block_size(num_codes: int, num_scales: int) -> int | None:
+def elements_per_scale(num_codes: int, num_scales: int) -> int | None:
     """Elements per scale, which the files do not say; None where no size in use gives this number of scales.
 
     The sizes are powers of two, so two of them give one number only where all elements are one block.

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import is_remote, opened, read_start
+from ullage.checkpoint.core.paths import is_remote, opened, read_start
+from ullage.checkpoint.core.problem import Problem
 from ullage.core.errors import CheckpointError
 
 FORMAT, VERSION = "ullage-manifest", 1

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ullage.checkpoint.manifest import problems_of
-from ullage.checkpoint.numbers import ITEM_BYTES, CodedBlocks
-from ullage.checkpoint.problem import Problem
-from ullage.checkpoint.remote.paths import looked_at
+from ullage.checkpoint.core.manifest import problems_of
+from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.core.paths import looked_at
+from ullage.checkpoint.core.problem import Problem
 from ullage.core.display import Paged, counted
 from ullage.core.layout import Int64, Pieces
 

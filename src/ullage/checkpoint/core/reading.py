@@ -17,10 +17,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ullage.checkpoint.inventory import Inventory, Slice, Tensor
-from ullage.checkpoint.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
-from ullage.checkpoint.remote.paths import is_remote, key_of, open_to_read, read_into, store_at
-from ullage.checkpoint.remote.store import Held
+from ullage.checkpoint.core.inventory import Inventory, Slice, Tensor
+from ullage.checkpoint.core.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
+from ullage.checkpoint.core.paths import Held, is_remote, key_of, open_to_read, read_into, store_at
 from ullage.core.errors import CheckpointError
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.

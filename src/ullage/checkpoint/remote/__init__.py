@@ -1,1 +1,0 @@
-"""Checkpoints by URL: requests to stores of files, and paths in them."""
