@@ -353,7 +353,7 @@ class RaggedTrainerMixin(_Base):
         """Train on one batch; a packed one runs as all its microbatches. The loss of a step without labels is zero."""
         run, padded = super().training_step, self._packer.padded_loss
         if padded is not None and padded.makes_batches:
-            inputs = self._packer.pack([padded.made_of(model, inputs)])
+            inputs = self._packer.pack([padded.make_batch(model, inputs)])
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
         else:

@@ -203,7 +203,7 @@ class SampleIndices:
             # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
             # compared; what the batch padded is cut off.
             again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
-            parts = counting.samples_of(again if padded is None else padded.ragged(again), main_input)
+            parts = counting.samples_of(again if padded is None else padded.to_ragged(again), main_input)
             number = 1 if padded is None else padded.per_sample
             there = counting.samples_of(batch, main_input)[position * number : (position + 1) * number]
             same = len(parts) == len(there) == number
@@ -356,17 +356,17 @@ class StepSource:
 
         Gives the keywords to run it with; None for an epoch that was trained before the checkpoint.
         """
-        place = self._continued(progress)
+        place = self._place(progress)
         if place is None:
             yield None
             return
-        self._epoch = self._begun(**place)
+        self._epoch = self._begin(**place)
         try:
             yield place
         finally:
             self._epoch, self._is_empty = None, False
 
-    def _continued(self, progress: dict[str, Any]) -> dict[str, Any] | None:
+    def _place(self, progress: dict[str, Any]) -> dict[str, Any] | None:
         """The keywords of the epoch, with the place that a checkpoint tells; None where it was trained before that."""
         if not self._resumes(progress):
             return progress
@@ -399,7 +399,7 @@ class StepSource:
                 hint="choose per_device_train_batch_size and dp whose product is that of the run",
             )
 
-    def _begun(
+    def _begin(
         self,
         epoch: int = 0,
         epochs_trained: int = 0,
@@ -494,7 +494,7 @@ class StepSource:
         packer = self._packer
         if packer.options is None or not packer.packs_drawn:
             return drawn
-        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.ragged(drawn)
+        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.to_ragged(drawn)
 
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
@@ -602,21 +602,21 @@ class StepSource:
         told = problem or self._background.failure
         mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
         sharding = sharding_of(self._trainer.model)
-        met = StepCounts.of(self._gathered(mine, device), None if sharding is None else sharding.ranks_of_batch)
+        met = StepCounts.of(self._gather(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop
         if met.failed:  # only then do the ranks meet again, to hear of the error
             self._background.settle()  # that of a save comes first: it is older
             agree(problem, Axis.world(), "reading its batches")
         return met
 
-    def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
+    def _gather(self, numbers: list[int], device: torch.device) -> Tensor:
         """Integers of every rank, [ranks, n], on the device."""
         mine = torch.tensor([numbers], device=device)
         if self._trainer.args.world_size == 1:
             return mine
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         # The first meeting of a step: whoever is ready early waits here for the last.
-        with self._meter.times.measured("wait"):
+        with self._meter.times.measure("wait"):
             ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
         return ranks
