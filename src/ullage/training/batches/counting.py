@@ -150,7 +150,7 @@ def is_ragged(inputs: Any) -> bool:
     return isinstance(inputs, (RaggedBatch, PackedSequence))
 
 
-def samples_of(inputs: Any, name: str) -> list[Tensor]:
+def field_by_sample(inputs: Any, name: str) -> list[Tensor]:
     """A field of a batch by sample: sequences in their own lengths, rows where they are padded."""
     value = inputs[name]
     if isinstance(value, PackedSequence):
@@ -173,7 +173,7 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocab_size:
         return
-    for i, sample in enumerate(samples_of(inputs, name)):
+    for i, sample in enumerate(field_by_sample(inputs, name)):
         bad = ((sample < 0) | (sample >= vocab_size)).flatten().nonzero()
         if len(bad):
             position = int(bad[0])

@@ -107,8 +107,8 @@ class SampleIndices:
             # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
             # compared; what the batch padded is cut off.
             again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
-            parts = counting.samples_of(again if ragged is None else ragged(again), main_input)
-            there = counting.samples_of(batch, main_input)[position * per_sample : (position + 1) * per_sample]
+            parts = counting.field_by_sample(again if ragged is None else ragged(again), main_input)
+            there = counting.field_by_sample(batch, main_input)[position * per_sample : (position + 1) * per_sample]
             same = len(parts) == len(there) == per_sample
             same = same and all(torch.equal(part, other[: len(part)]) for part, other in zip(parts, there))
         except Exception:  # whatever it is, there is an error to report already

@@ -157,7 +157,7 @@ class CapacityFinder:
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
         module = within_engine(model)
         module.train()
-        inputs = trainer._prepare_inputs(targets.split(row))
+        inputs = trainer._prepare_inputs(targets.split_targets(row))
         labels = self._reader.label_elements(inputs)
         count = None if labels is None else torch.tensor(max(1, self._reader.num_labels(inputs)), device=row.device)
         with trainer.compute_loss_context_manager():
@@ -244,7 +244,7 @@ class _Rows:
         batch = collated(trainer, reader, dataset, indices) if indices else None
         if not isinstance(batch, RaggedBatch):
             return cls(_made_up(reader), 0, _MOST, True)
-        joined = targets.join(batch)
+        joined = targets.join_targets(batch)
         step = trainer.args.per_device_train_batch_size * trainer.args.world_size
         longest = int(joined.max_seqlen) if lengths is not None else 0
         if longest:

@@ -297,7 +297,7 @@ class Packer:
             self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
         )
         padded = self.padded_loss
-        step = planner.pack([targets.join(batch) for batch in batches], padded)
+        step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
         step = replace(step, shifts=self._reader.shifts)
         meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.complete(step, batches, planner.pack_beside)
@@ -388,7 +388,7 @@ class Packer:
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""
-        return targets.split(microbatch) if self.padded_loss is None else self.padded_loss.to_padded(microbatch)
+        return targets.split_targets(microbatch) if self.padded_loss is None else self.padded_loss.to_padded(microbatch)
 
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
@@ -477,8 +477,8 @@ class Packer:
             or int(targets.num_tokens_each(batch).sum()) <= options.capacity
         ):
             return [batch]
-        whole = targets.join(batch)
+        whole = targets.join_targets(batch)
         # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
         capacity = max(options.capacity, whole.max_seqlen)
         schedule = plan(whole.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
-        return [targets.split(microbatch) for microbatch in materialize(schedule, whole, 0)]
+        return [targets.split_targets(microbatch) for microbatch in materialize(schedule, whole, 0)]

@@ -123,7 +123,7 @@ class PackingProof:
             return
         self._is_done = True
         with self._trainer.compute_loss_context_manager():
-            proof = self._prove(model, [targets.join(batch)], capacity, None, training=False)
+            proof = self._prove(model, [targets.join_targets(batch)], capacity, None, training=False)
         problem = proof.problem()
         if problem is not None:
             raise SequencesMeet(
@@ -219,7 +219,7 @@ class PackingProof:
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
-        each = [targets.split(batch) for batch in chosen]
+        each = [targets.split_targets(batch) for batch in chosen]
         samples = [dict(sample) for batch in each for sample in batch.samples()]
         if self._packer.padded_loss is not None:
             # Its loss is made of rows; what the model makes of the tokens is what packing could change.
