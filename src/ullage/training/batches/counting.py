@@ -70,7 +70,7 @@ def num_padded_tokens(inputs: Any, main_input: str) -> int:
     if isinstance(value, Tensor) and value.is_nested:
         lengths = [len(row) for row in value.unbind()]
         return len(lengths) * max(lengths, default=0)
-    # A flat row [1, T]: padded, it would be sequences times the longest.
+    # A flat row [1, T]: padded, it would be sequences times the longest; bounds [0, 3, 4] are two rows of 3.
     bounds = value_of(inputs, "cu_seq_lens_q")
     if isinstance(bounds, Tensor) and len(bounds) > 1:
         return (len(bounds) - 1) * int(bounds.diff().max())

@@ -202,6 +202,7 @@ class SampleRows:
     def _reordered(self, rows: list[Any]) -> list[Any]:
         if self.order is None:
             return rows
+        # Row 0 holds sample 2 and row 1 sample 0, where the order is [2, 0, 1].
         back = [None] * len(rows)
         for position, sample in enumerate(self.order):
             back[sample] = rows[position]

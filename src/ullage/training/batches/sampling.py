@@ -132,6 +132,7 @@ class EverySample(IterableDatasetShard):
         generator = getattr(self.dataset, "generator", None)
         if generator is not None and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(getattr(self, "epoch", 0))
+        # In batches of 2 over three ranks, samples 0 1, 2 3, 4 5, 6 go to ranks 0, 1, 2, 0: the last batch stays short.
         size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
         for i, sample in enumerate(self.dataset):
             if i // size % self.num_processes == self.process_index:

@@ -54,6 +54,8 @@ def join_targets(batch: RaggedBatch) -> RaggedBatch:
     names = target_names(batch)
     if not names:
         return batch
+    # Sources of [3, 2] tokens and targets of [1, 4] are sequences of [4, 6]: the first target's token is at 3, those of
+    # the second are at 6 to 9.
     sources, targets = batch.layout.lengths, _lengths(batch[names[0]])
     layout = Layout(sources + targets)
     there = {False: ranges(layout.starts, sources), True: ranges(layout.starts + sources, targets)}

@@ -206,6 +206,7 @@ def _values(rules: Mapping[str, Rule], ranks: Sequence[Mapping[str, tuple[float,
 
 def _merge(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """One (value, weight) of several. The weight of what is not a number is zero, and so is that of nothing."""
+    # Means of 1.0 over one label and of 6.0 over four are one of 5.0 over five.
     counted = [(value, weight) for value, weight in parts if weight > 0 and not math.isnan(value)]
     whole = math.fsum(weight for _, weight in counted)
     if not counted:

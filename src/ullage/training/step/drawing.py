@@ -43,7 +43,6 @@ from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.metering import TokenMeter
-from ullage.training.step.packable import require_losses
 from ullage.training.step.packing import Packer
 from ullage.training.step.stopping import StopFlag
 
@@ -83,6 +82,7 @@ class StepCounts:
         labels: int, complete: bool, problem: BaseException | None, batches: int, stop: int, weight: float
     ) -> list[int]:
         """What a rank tells the others before a step: six integers, of which the last holds the bits of a float64."""
+        # 120 labels in 2 batches, all with labels, without a problem, a stop or weights: [120, 1, 0, 2, 0, 0].
         return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
 
     @classmethod
@@ -352,7 +352,7 @@ class StepSource:
             self._reader.require_ids(batch)
             self._packer.weigher.require_weights(batch)
             if options is not None and padded is None:
-                require_losses(self._trainer, self._reader, batch)
+                self._packer.require_losses(batch)
             if options is not None and options.oversize == "error":
                 counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
         except counting.SampleError as error:
@@ -387,8 +387,9 @@ class StepSource:
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
         # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
-        # has ended, and the next round asks the others for what is missing. given, live and wanted change by gathered
-        # numbers only, so every rank leaves the loop after the same round.
+        # has ended, and the next round asks the others for what is missing: of four ranks, the last of which has
+        # ended, [2, 1, 1, 0] batches. given, live and wanted change by gathered numbers only, so every rank leaves
+        # the loop after the same round.
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
             batches, problem = self._draw(epoch, iterator, int(quota[rank]))

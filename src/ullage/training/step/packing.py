@@ -28,6 +28,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.exchange import exchange, gather_lengths, materialize
+from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
@@ -35,13 +36,13 @@ from ullage.ranks import Topology
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.batches.reading import BatchReader
-from ullage.training.loss.divisions import Division, division_of, shares
+from ullage.training.loss.divisions import Division, OwnLoss, division_of, shares
 from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, cost_of, num_parameters
-from ullage.training.step.packable import refuse_choices, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.step.packable import require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.verifying import PackingProof
 
@@ -218,8 +219,14 @@ class Packer:
             )
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
-        refuse_images(self._trainer)
-        refuse_choices(self._reader.model)
+        if getattr(self._trainer, "_is_vision_dataset", False):
+            raise InputError(
+                "data with images cannot be packed",
+                where=type(self._trainer).__name__,
+                expected="text",
+                found="a column of images",
+                hint="leave packing_capacity out",
+            )
         if self._sharding is None:  # otherwise whoever sharded it has packed it
             self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
@@ -231,6 +238,12 @@ class Packer:
             raise InputError(
                 "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
             )
+
+    def require_losses(self, batch: RaggedBatch) -> None:
+        """Raise ``InputError`` for labels by sequence beside those by token, unless the trainer computes the loss."""
+        labels = self._reader.label_name
+        if OwnLoss.of(self._trainer) is None and labels in batch and labels not in batch.per_sequence:
+            require_one_loss(self._reader.model, batch.per_sequence)
 
     # Planning and exchange.
 
@@ -362,7 +375,8 @@ class Packer:
         """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
         if self.padded_loss is not None:
             return self.padded_loss.shares(batch)
-        # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
+        # A mean over 30 of the step's 120 labels counts a quarter. Tokens weigh only what a sum has beside its labels
+        # (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
             whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
             return shares([microbatch.numel() for microbatch in batch.microbatches], whole)

@@ -232,11 +232,13 @@ class PaddedLoss:
         """The lengths to plan: where a sample over the capacity is to be dropped, all its sequences are over it."""
         if oversize != "drop" or self.per_sample == 1:
             return lengths
+        # Of the pairs (3, 4) and (6, 5) the second is over a capacity of 8, so [3, 4, 11, 11] is planned.
         sizes = lengths.reshape(-1, self.per_sample).sum(1).repeat(self.per_sample)
         return np.where(sizes > capacity, sizes, lengths)
 
     def _order(self, number: int) -> Tensor:
         """The collated row of each sequence: TRL has all chosen ones first."""
+        # Two pairs lie as chosen 0, chosen 1, rejected 0, rejected 1, so the rows are taken in the order [0, 2, 1, 3].
         return torch.arange(number).view(self.per_sample, -1).T.reshape(-1)
 
     @property
