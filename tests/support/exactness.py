@@ -259,7 +259,7 @@ def packed_gradient(case, dtype):
         for batch in batches:
             trainer._packer.weigher.require_weights(batch)
     counts = StepCounts.sum([steps._count_together(batches, device) for batches in drawn])
-    whole = [targets.joined(batch) for batches in drawn for batch in batches]
+    whole = [targets.join_targets(batch) for batches in drawn for batch in batches]
     received = [materialize(case.plan, whole, rank) for rank in range(ranks)]
     statistics = case.plan.statistics()
     if statistics.num_dropped or statistics.num_truncated:  # counted again, as after an exchange

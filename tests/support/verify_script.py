@@ -81,7 +81,7 @@ def train(folder, engine, name, verify):
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "weights": digest(trainer.model_wrapped),
-        "proved": trainer._packer.proof.found is not None,
+        "proved": trainer._packer.proof.last is not None,
     }
 
 

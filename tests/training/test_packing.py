@@ -326,7 +326,7 @@ def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
     )
     question = {"input_ids": [[5, 6, 7], [5, 6]], "attention_mask": [[1, 1, 1], [1, 1]], "label": 0}
     arguments = TrainingArguments(str(tmp_path), packing_capacity=64, report_to=[], use_cpu=True)
-    with pytest.raises(InputError, match=r"multiple choice cannot be packed.*BertForMultipleChoice"):
+    with pytest.raises(InputError, match=r"compares the sequences of a question.*BertForMultipleChoice"):
         Trainer(model, arguments, train_dataset=[question])
     with pytest.raises(InputError, match=r"sample 1, attention_mask.*one entry per token, found a list of 2"):
         RaggedCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}, question])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ullage import InputError, RaggedBatch
 from ullage.training import RaggedCollator, Seq2SeqCollator
-from ullage.training.batches.targets import apart, is_joined, joined, num_tokens_each, placeholder
+from ullage.training.batches.targets import is_joined, join_targets, num_tokens_each, placeholder, split_targets
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
 
@@ -25,11 +25,11 @@ def _batch(pairs, *, reads=False):
 @given(pairs=PAIRS, reads=st.booleans())
 def test_what_is_joined_comes_apart_again(pairs, reads):
     batch = _batch(pairs, reads=reads)
-    whole = joined(batch)
+    whole = join_targets(batch)
     assert is_joined(whole)
     assert whole.layout.lengths.tolist() == num_tokens_each(batch).tolist() == [sum(pair) for pair in pairs]
     assert int((whole["labels"] != -100).sum()) == sum(target for _, target in pairs)
-    again = apart(whole)
+    again = split_targets(whole)
     assert (again.layout, set(again.names), set(again.per_sequence)) == (
         batch.layout,
         set(batch.names),
@@ -43,15 +43,15 @@ def test_what_is_joined_comes_apart_again(pairs, reads):
 
 def test_the_rest_stays_as_it_is():
     plain = RaggedCollator(labels_from="input_ids")([{"input_ids": [3, 4]}])
-    assert joined(plain) is plain
-    assert apart(plain) is plain
+    assert join_targets(plain) is plain
+    assert split_targets(plain) is plain
     assert num_tokens_each(plain).tolist() == [2]
 
 
 def test_a_pair_of_one_token_each_has_the_same_fields():
-    whole = joined(_batch([(3, 2), (1, 4)]))
+    whole = join_targets(_batch([(3, 2), (1, 4)]))
     for label in (0, -100):
-        pair = apart(placeholder(whole, counts=label == 0))
+        pair = split_targets(placeholder(whole, counts=label == 0))
         assert set(pair.names) == {"input_ids", "labels", "kind"}
         assert [row.tolist() for row in pair["labels"].unbind()] == [[label]]
         assert pair["input_ids"].tolist() == [0]
@@ -64,4 +64,4 @@ def test_other_fields_with_lengths_of_their_own_are_refused():
     with pytest.raises(
         InputError, match=r"only targets have lengths of their own beside the sources \(field 'pixels'\)"
     ):
-        joined(strange)
+        join_targets(strange)

@@ -44,7 +44,7 @@ def merged(*calls, mode="train", num_tokens=0, trainer=None):
     trainer = trainer or Fake()
     kept, taken = CallMetrics(trainer), []
     for weights, values in calls:
-        with kept.taken(taken, mode, weights):
+        with kept.collect(taken, mode, weights):
             trainer.accelerator.gather_for_metrics(torch.tensor(1.0))
             trainer._total_train_tokens += 1000
             for name, value in values.items():
@@ -114,7 +114,7 @@ def test_a_call_that_fails_leaves_the_trainer_as_it_was():
     kept, taken, lists = CallMetrics(trainer), [], trainer._metrics["train"]
 
     def fail():
-        with kept.taken(taken, "train", weights(1, 1)):
+        with kept.collect(taken, "train", weights(1, 1)):
             trainer._metrics["train"]["entropy"].append(1.0)
             raise KeyError
 
@@ -129,7 +129,7 @@ def test_a_call_that_fails_leaves_the_trainer_as_it_was():
 def test_a_trainer_without_lists_is_left_alone():
     trainer = SimpleNamespace(accelerator=Accelerator())
     kept, taken = CallMetrics(trainer), []
-    with kept.taken(taken, "train", weights(1, 1)):
+    with kept.collect(taken, "train", weights(1, 1)):
         assert vars(trainer.accelerator) == {}
     kept.merge(taken, "train", 3)
     assert vars(trainer) == {"accelerator": trainer.accelerator}

@@ -65,12 +65,12 @@ def same(found, wanted):
 def test_a_pair_is_two_sequences_one_after_the_other_and_comes_back_as_it_was():
     batch = collated([3, 1, 2, 5])
     loss = PairLoss(trainer())
-    ragged = loss.ragged(batch)
+    ragged = loss.to_ragged(batch)
     assert ragged.layout.lengths.tolist() == [3, 2, 1, 5]
     assert ragged["input_ids"].tolist() == [100, 101, 102, 300, 301, 200, 400, 401, 402, 403, 404]
     assert ragged["ref_chosen_logps"].tolist() == [0.25, 0.25, 1.25, 1.25]
-    same(loss.padded(ragged), batch)
-    assert loss.ragged(ragged) is ragged
+    same(loss.to_padded(ragged), batch)
+    assert loss.to_ragged(ragged) is ragged
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,12 +81,12 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     capacity = data.draw(st.sampled_from([largest, largest + 3, 40, max(largest - 2, 1)]), "capacity")
     strategy = data.draw(st.sampled_from(["balanced", "next_fit"]), "strategy")
     loss = PairLoss(trainer())
-    ragged = loss.ragged(batch)
+    ragged = loss.to_ragged(batch)
     given = {"coalesce_gradients": True, "chunked_loss": True, "peak_flops": None, "verify": True}
     options = PackingOptions(capacity, strategy, "drop", **given)
     planner = StepPlanner(Topology.single(), options, TransformerCost(), meets_every_microbatch=False)
     if ranks == 1:
-        step = planner.packed([ragged], loss)
+        step = planner.pack([ragged], loss)
         found = [list(step.microbatches)]
         whole = len(step.plan.order)
     else:
@@ -103,7 +103,7 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     seen = []
     for microbatch in (each for rank in found for each in rank if len(each)):
         assert microbatch.numel() <= capacity
-        rows = loss.padded(microbatch)
+        rows = loss.to_padded(microbatch)
         number = len(rows["input_ids"]) // 2
         chosen, rejected = (part[:, 0] // 100 - 1 for part in rows["input_ids"].split(number))
         assert (rejected - chosen).tolist() == [len(pairs)] * number
@@ -115,7 +115,7 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
 
 def test_an_empty_microbatch_runs_the_shortest_pair_or_two_tokens():
     loss = PairLoss(trainer())
-    full = loss.ragged(collated([3, 1, 9, 3, 4, 3]))
+    full = loss.to_ragged(collated([3, 1, 9, 3, 4, 3]))
     empty = RaggedBatch.from_samples(full.samples()[:1], per_sequence=full.per_sequence)
     assert loss.stand_in([full], empty)["input_ids"][:1].tolist() == [200]
     assert loss.stand_in([full], empty).layout.lengths.tolist() == [1, 4]
@@ -126,7 +126,7 @@ def test_an_empty_microbatch_runs_the_shortest_pair_or_two_tokens():
 
 def test_metrics_of_the_two_sides_are_weighed_by_what_they_are_over():
     loss = PairLoss(trainer())
-    ragged = loss.ragged(collated([3, 1, 2, 5]))
+    ragged = loss.to_ragged(collated([3, 1, 2, 5]))
     expected = {"tokens": 11, "sequences": 4, "pairs": 2, "chosen": 2, "rejected": 2}
     assert loss.weights(ragged) == {**expected, "labels": 7, "chosen_tokens": 2, "rejected_tokens": 5}
 
@@ -137,10 +137,10 @@ def test_kto_keeps_the_completions_of_its_kl_beside_its_samples():
     ids, mask = right_padded([2, 6, 1, 1])
     batch |= {"KL_input_ids": ids, "KL_attention_mask": mask, "KL_completion_mask": mask}
     batch["label"] = torch.tensor([True, False, True, True])
-    ragged = loss.ragged(batch)
+    ragged = loss.to_ragged(batch)
     assert ragged.layout.lengths.tolist() == [3, 1, 2, 5]
     assert ragged.beside.layout.lengths.tolist() == [2, 6, 1, 1]
-    same(loss.padded(ragged), {name: value for name, value in batch.items() if "KL" not in name})
+    same(loss.to_padded(ragged), {name: value for name, value in batch.items() if "KL" not in name})
     assert loss.weights(ragged)["chosen"] == 3
 
 
@@ -168,20 +168,20 @@ def rollouts():
 def test_rollouts_come_back_as_trl_made_them():
     batch = rollouts()
     loss = RolloutLoss(trainer(loss_type="dapo"))
-    ragged = loss.ragged(batch)
+    ragged = loss.to_ragged(batch)
     assert ragged.layout.lengths.tolist() == [5, 5, 1]
     assert ragged["input_ids"].tolist() == [100, 101, 102, 103, 104, 200, 201, 202, 203, 204, 300]
-    same(loss.padded(ragged), batch)
+    same(loss.to_padded(ragged), batch)
     # Without a completion there is one empty column: TRL's slices of the last tokens need one.
     last = RaggedBatch.from_samples(ragged.samples()[2:], per_sequence=ragged.per_sequence)
-    assert loss.padded(last)["completion_mask"].tolist() == [[0]]
+    assert loss.to_padded(last)["completion_mask"].tolist() == [[0]]
     assert loss.weights(ragged)["labels"] == 4
 
 
 def test_a_rollout_that_stands_in_counts_no_token():
     loss = RolloutLoss(trainer(loss_type="dapo"))
-    ragged = loss.ragged(rollouts())
-    rows = loss.padded(loss.stand_in([ragged], ragged))
+    ragged = loss.to_ragged(rollouts())
+    rows = loss.to_padded(loss.stand_in([ragged], ragged))
     assert rows["completion_mask"].sum() == 1
     assert rows["tool_mask"].sum() == 0
 
@@ -190,7 +190,7 @@ def test_a_rollout_that_stands_in_counts_no_token():
 def test_a_microbatch_of_rollouts_weighs_as_its_loss_divides(share):
     kind = {"sequences": "grpo", "tokens": "bnpo", "count": "dapo"}[share]
     loss = RolloutLoss(trainer(loss_type=kind))
-    samples = loss.ragged(rollouts()).samples()
+    samples = loss.to_ragged(rollouts()).samples()
     parts = [RaggedBatch.from_samples(each, per_sequence=("advantages",)) for each in (samples[:2], samples[2:])]
     step = SimpleNamespace(microbatches=parts, plan=SimpleNamespace(order=np.arange(3)))
     expected = {"sequences": [2 / 3, 1 / 3], "tokens": [1.0, 0.0], "count": [1.0, 1.0]}[share]

@@ -103,7 +103,7 @@ def test_a_run_with_the_proof_is_the_run_without_it_to_the_last_bit(kind, tmp_pa
         with caplog.at_level(logging.INFO, "ullage"):
             trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, weights(trainer.model), trainer._packer.proof.found))
+        found.append((losses, weights(trainer.model), trainer._packer.proof.last))
     (losses, trained, proof), (expected, other, none) = found
     assert losses == expected
     assert torch.equal(trained, other)
@@ -120,7 +120,7 @@ def test_a_compiled_model_is_proved_without_compiling_it(tmp_path):
     trainer = make(tmp_path, llama(), torch_compile=True, torch_compile_backend="eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     trainer._packer.proof.before_step(trainer.model, trainer._packer.pack([RaggedCollator()(samples()[:8])]))
-    assert trainer._packer.proof.found.passed
+    assert trainer._packer.proof.last.passed
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
@@ -135,7 +135,7 @@ def test_heads_are_proved(head, tmp_path):
     kind, labels = HEADS[head]
     trainer = make(tmp_path, kind(BertConfig(**own_models.SIZES, num_labels=3)), samples(labels))
     trainer.train()
-    found = trainer._packer.proof.found
+    found = trainer._packer.proof.last
     assert {each.kind for each in found.differences} == {"outputs", "gradients", "loss"}
 
 
@@ -145,7 +145,7 @@ def test_pairs_are_proved(tmp_path):
     kinds = {"trainer": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments}
     trainer = make(tmp_path, T5ForConditionalGeneration(config), data, **kinds, packing_capacity=96)
     trainer.train()
-    names = {each.name for each in trainer._packer.proof.found.differences}
+    names = {each.name for each in trainer._packer.proof.last.differences}
     assert {"logits", "encoder_last_hidden_state", "the loss"} <= names
 
 
@@ -182,7 +182,7 @@ def test_a_model_that_no_way_keeps_apart_is_refused_with_the_module(tmp_path):
 def test_evaluation_alone_is_proved_forward(tmp_path):
     trainer = make(tmp_path, llama())
     trainer.evaluate()
-    found = trainer._packer.proof.found
+    found = trainer._packer.proof.last
     assert {each.kind for each in found.differences} == {"outputs", "loss"}
     with pytest.raises(SequencesMeet, match=r"model\.layers\.1\.mlp \(Meeting\)"):
         make(tmp_path, meeting()).evaluate()
@@ -210,4 +210,4 @@ def test_rows_of_preference_losses_are_proved_by_their_logits(tmp_path):
 
     trainer = trl_cases.make_sft("llama", str(tmp_path), packing_capacity=64, max_steps=1)
     trainer.train()
-    assert trainer._packer.proof.found.passed
+    assert trainer._packer.proof.last.passed

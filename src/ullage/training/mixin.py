@@ -42,7 +42,7 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluation.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
-from ullage.training.run.beginning import refuse_dispatching, require_agreement
+from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
@@ -228,7 +228,7 @@ class RaggedTrainerMixin(_Base):
             peak_flops=None if options is None else options.peak_flops,
         )
         self._steps.begin_run()
-        require_agreement(self, self._reader, self._packer)
+        require_equal_ranks(self, self._reader, self._packer)
         return super()._inner_training_loop(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -353,7 +353,7 @@ class RaggedTrainerMixin(_Base):
         """Train on one batch; a packed one runs as all its microbatches. The loss of a step without labels is zero."""
         run, padded = super().training_step, self._packer.padded_loss
         if padded is not None and padded.makes_batches:
-            inputs = self._packer.pack([padded.made_of(model, inputs)])
+            inputs = self._packer.pack([padded.make_batch(model, inputs)])
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
         else:

@@ -86,7 +86,7 @@ def rehearse(
             trainer.train()
         told["plan"] = _of_steps(command, trainer, steps)
     several = args.world_size > 1
-    told["memory"] = None if memory is None else max(gather(memory.taken(), several))
+    told["memory"] = None if memory is None else max(gather(memory.peak(), several))
     # Compilers and caches are waited for in the first step, which also makes the state of the optimizer.
     seconds = max(gather(float(np.mean(steps.seconds[1:] or steps.seconds)), several))
     rate = told["plan"]["tokens_per_step"] / seconds

@@ -70,7 +70,7 @@ def num_padded_tokens(inputs: Any, main_input: str) -> int:
     if isinstance(value, Tensor) and value.is_nested:
         lengths = [len(row) for row in value.unbind()]
         return len(lengths) * max(lengths, default=0)
-    # A flat row [1, T]: padded, it would be sequences times the longest.
+    # A flat row [1, T]: padded, it would be sequences times the longest; bounds [0, 3, 4] are two rows of 3.
     bounds = value_of(inputs, "cu_seq_lens_q")
     if isinstance(bounds, Tensor) and len(bounds) > 1:
         return (len(bounds) - 1) * int(bounds.diff().max())
@@ -150,7 +150,7 @@ def is_ragged(inputs: Any) -> bool:
     return isinstance(inputs, (RaggedBatch, PackedSequence))
 
 
-def samples_of(inputs: Any, name: str) -> list[Tensor]:
+def field_by_sample(inputs: Any, name: str) -> list[Tensor]:
     """A field of a batch by sample: sequences in their own lengths, rows where they are padded."""
     value = inputs[name]
     if isinstance(value, PackedSequence):
@@ -173,7 +173,7 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocab_size:
         return
-    for i, sample in enumerate(samples_of(inputs, name)):
+    for i, sample in enumerate(field_by_sample(inputs, name)):
         bad = ((sample < 0) | (sample >= vocab_size)).flatten().nonzero()
         if len(bad):
             position = int(bad[0])

@@ -176,7 +176,7 @@ class SampleRows:
                 "an output of the model cannot be told apart by sample",
                 expected=f"{self.num} rows" + (f" or {self.layout.size} tokens" if self.layout else ""),
                 found=f"shape {list(value.shape)}",
-                hint="name outputs that are no predictions in the config's keys_to_ignore_at_inference",
+                hint="name outputs that are not predictions in the config's keys_to_ignore_at_inference",
             )
         return self._reordered(list(value.unbind(0))), False
 
@@ -202,6 +202,7 @@ class SampleRows:
     def _reordered(self, rows: list[Any]) -> list[Any]:
         if self.order is None:
             return rows
+        # Row 0 holds sample 2 and row 1 sample 0, where the order is [2, 0, 1].
         back = [None] * len(rows)
         for position, sample in enumerate(self.order):
             back[sample] = rows[position]

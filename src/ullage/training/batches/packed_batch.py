@@ -58,7 +58,7 @@ class PackedBatch(Mapping[str, Any]):
 
     @functools.cached_property
     def _fields(self) -> dict[str, Any]:
-        whole = targets.apart(_end_to_end(self.microbatches))
+        whole = targets.split_targets(_end_to_end(self.microbatches))
         return forms.keywords_of(whole, "flattened", shifts=self.shifts)
 
     def __getitem__(self, name: str) -> Any:

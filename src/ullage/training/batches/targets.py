@@ -1,8 +1,8 @@
 """Sources and targets of an encoder-decoder as one sequence each, so that both are planned and exchanged together.
 
 A batch of ``Seq2SeqCollator`` has the layout of its sources, and targets of other lengths as nested fields. A plan
-needs one length per sequence, the tokens of both; an exchange needs fields with one entry per token. ``joined`` lays
-each target behind its source, every field filled where it has no tokens, and ``apart`` undoes it.
+needs one length per sequence, the tokens of both; an exchange needs fields with one entry per token. ``join_targets``
+lays each target behind its source, every field filled where it has no tokens, and ``split_targets`` undoes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def target_names(batch: RaggedBatch) -> list[str]:
 
 
 def is_joined(batch: RaggedBatch) -> bool:
-    """Whether a batch came out of :func:`joined`."""
+    """Whether a batch came out of :func:`join_targets`."""
     return TARGET_LENGTH in batch
 
 
@@ -49,11 +49,13 @@ def num_tokens_each(batch: RaggedBatch) -> Int64:
     return batch.layout.lengths + (_lengths(batch[names[0]]) if names else 0)
 
 
-def joined(batch: RaggedBatch) -> RaggedBatch:
+def join_targets(batch: RaggedBatch) -> RaggedBatch:
     """The batch with each target behind its source; one without targets as it is. Host values only."""
     names = target_names(batch)
     if not names:
         return batch
+    # Sources of [3, 2] tokens and targets of [1, 4] are sequences of [4, 6]: the first target's token is at 3, those of
+    # the second are at 6 to 9.
     sources, targets = batch.layout.lengths, _lengths(batch[names[0]])
     layout = Layout(sources + targets)
     there = {False: ranges(layout.starts, sources), True: ranges(layout.starts + sources, targets)}
@@ -74,7 +76,7 @@ def joined(batch: RaggedBatch) -> RaggedBatch:
     return RaggedBatch(values, layout, (*whole, TARGET_LENGTH))
 
 
-def apart(batch: RaggedBatch) -> RaggedBatch:
+def split_targets(batch: RaggedBatch) -> RaggedBatch:
     """A joined batch with its targets as nested fields again; any other as it is. Host values only."""
     if not is_joined(batch):
         return batch

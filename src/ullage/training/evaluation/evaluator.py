@@ -214,7 +214,7 @@ class Evaluator:
         reader.require_ids(inputs)
         rows = self.predictor.rows_of(inputs)
         weights = reader.weights(inputs, rows.num) if self._packer.metrics.are_kept else {}
-        with self._packer.metrics.taken(record.batches[-1].metrics, "eval", weights):
+        with self._packer.metrics.collect(record.batches[-1].metrics, "eval", weights):
             predicted = self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         loss = predicted[0]
         if loss is None and description == "Evaluation" and self._asks_for_loss(prediction_loss_only):

@@ -356,7 +356,7 @@ def _predictions(outputs: Any, ignore_keys: list[str], has_loss: bool) -> Any:
 
 
 def _tensors_of(value: Any) -> Any:
-    """``value`` without what is no tensor, in tuples and dicts of tuples and dicts too; None if nothing is left."""
+    """``value`` without what is not a tensor, in tuples and dicts of tuples and dicts too; None if nothing is left."""
     if isinstance(value, (Tensor, PackedSequence)):
         return value
     if isinstance(value, (tuple, list)):

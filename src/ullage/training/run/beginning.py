@@ -29,7 +29,7 @@ from ullage.training.setup.arguments import empty_step_of
 from ullage.training.step.packing import Packer
 
 
-def require_agreement(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+def require_equal_ranks(trainer: Any, reader: BatchReader, packer: Packer) -> None:
     """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
 
     Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the capacity;

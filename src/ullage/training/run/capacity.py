@@ -88,11 +88,11 @@ class CapacityFinder:
             return
         kept: Any = self._trainer.state.stateful_callbacks
         if _FOUND not in kept:
-            kept[_FOUND] = self._found(model, options.strategy)
+            kept[_FOUND] = self._find(model, options.strategy)
         self._packer.found_capacity = kept[_FOUND]
         self._packer.forget_options()
 
-    def _found(self, model: nn.Module, strategy: str) -> int:
+    def _find(self, model: nn.Module, strategy: str) -> int:
         """The capacity that dry runs find, the same on every rank. ``strategy``: of the plans. Collective."""
         several = self._trainer.args.world_size > 1
         with self._nothing_left_behind(model):
@@ -106,11 +106,11 @@ class CapacityFinder:
             memory.settle()
             limit = memory.limit(self._trainer.args.packing_memory)
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
-            found = self._searched(model, rows, memory, room)
+            found = self._search(model, rows, memory, room)
             memory.settle()  # gives back what the runs have left
         return found
 
-    def _searched(self, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
+    def _search(self, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
         several = self._trainer.args.world_size > 1
         search = CapacitySearch(room, max(gather(rows.most, several)))
         confirmed = 0
@@ -149,7 +149,7 @@ class CapacityFinder:
             # Twice, as microbatches follow each other: the second meets what the first has left to the allocator.
             for _ in range(2):
                 self._forward_and_backward(model, rows.row(tokens))
-            used = memory.taken()
+            used = memory.peak()
         return max(gather(used, several))
 
     def _forward_and_backward(self, model: nn.Module, row: RaggedBatch) -> None:
@@ -157,7 +157,7 @@ class CapacityFinder:
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
         module = within_engine(model)
         module.train()
-        inputs = trainer._prepare_inputs(targets.apart(row))
+        inputs = trainer._prepare_inputs(targets.split_targets(row))
         labels = self._reader.label_elements(inputs)
         count = None if labels is None else torch.tensor(max(1, self._reader.num_labels(inputs)), device=row.device)
         with trainer.compute_loss_context_manager():
@@ -244,7 +244,7 @@ class _Rows:
         batch = collated(trainer, reader, dataset, indices) if indices else None
         if not isinstance(batch, RaggedBatch):
             return cls(_made_up(reader), 0, _MOST, True)
-        joined = targets.joined(batch)
+        joined = targets.join_targets(batch)
         step = trainer.args.per_device_train_batch_size * trainer.args.world_size
         longest = int(joined.max_seqlen) if lengths is not None else 0
         if longest:

@@ -63,7 +63,7 @@ def read_log(folder: Path) -> list[Event]:
         raise InputError("the log of the run cannot be read", where=str(folder / LOG), found=error.strerror) from error
     events: list[Event] = []
     for line in text.splitlines():
-        event = _parsed(line)
+        event = _parse(line)
         if event is None:
             continue
         if event["event"] == "begin":
@@ -72,7 +72,7 @@ def read_log(folder: Path) -> list[Event]:
     return events
 
 
-def _parsed(line: str) -> Event | None:
+def _parse(line: str) -> Event | None:
     try:
         event = json.loads(line)
     except ValueError:

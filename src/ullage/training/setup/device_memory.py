@@ -71,15 +71,15 @@ class DeviceMemory:
         """Measure from here: what is held now stays."""
         gc.collect()
         self._give_back()
-        self.ground = self.held()
+        self.ground = self.in_use()
 
-    def taken(self) -> int:
+    def peak(self) -> int:
         """Bytes at the peak of the block above the ground."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self.ground
         return _status("VmHWM") - self.ground
 
-    def held(self) -> int:
+    def in_use(self) -> int:
         """Bytes that this process holds now."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _status("VmRSS")
 
@@ -93,7 +93,7 @@ class DeviceMemory:
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         else:
             free = _free_here() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return self.held() + int(free * (1 - _KEPT))
+        return self.in_use() + int(free * (1 - _KEPT))
 
     def _give_back(self) -> None:
         """Give pages that the C library keeps for later back to the kernel, where it can."""

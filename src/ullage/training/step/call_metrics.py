@@ -135,7 +135,7 @@ class CallMetrics:
         return isinstance(kept, dict) and isinstance(kept.get("train"), dict) and "eval" in kept
 
     @contextlib.contextmanager
-    def taken(self, into: list[Taken], mode: str, weights: Mapping[str, float]) -> Iterator[None]:
+    def collect(self, into: list[Taken], mode: str, weights: Mapping[str, float]) -> Iterator[None]:
         """A call of the loss, without collectives of its own; what it appends goes to ``into``.
 
         ``mode``: "train" or "eval". ``weights``: of the microbatch, by kind; empty if it counts nowhere.
@@ -150,7 +150,7 @@ class CallMetrics:
         try:
             with contextlib.ExitStack() as alone:
                 for name in ("gather", "gather_for_metrics", "reduce"):
-                    alone.enter_context(replaced(trainer.accelerator, name, _given))
+                    alone.enter_context(replaced(trainer.accelerator, name, _own_values))
                 yield
         finally:
             trainer._metrics[mode] = lists
@@ -167,7 +167,7 @@ class CallMetrics:
         if not self.are_kept:
             return
         trainer, rules = self._trainer, rules_of(self._trainer)
-        ranks = gather_records(dumps(_merged_calls(calls, rules)), Axis.world())
+        ranks = gather_records(dumps(_merge_calls(calls, rules)), Axis.world())
         merged = _values(rules, [json.loads(record) for record in ranks])
         if merged.pop(_TOTAL, None) is not None and hasattr(trainer, "_total_train_tokens"):
             trainer._total_train_tokens += num_tokens
@@ -176,7 +176,7 @@ class CallMetrics:
             trainer._metrics[mode].setdefault(name, []).append(value)
 
 
-def _merged_calls(calls: Iterable[Taken], rules: Mapping[str, Rule]) -> dict[str, tuple[float, float]]:
+def _merge_calls(calls: Iterable[Taken], rules: Mapping[str, Rule]) -> dict[str, tuple[float, float]]:
     """(value, weight) of each metric over some calls; without those that are a difference of others."""
     parts: dict[str, list[tuple[float, float]]] = {}
     for call in calls:
@@ -188,14 +188,14 @@ def _merged_calls(calls: Iterable[Taken], rules: Mapping[str, Rule]) -> dict[str
             if call.weights and name != _TOTAL:
                 weight = 1.0 if rule in ("min", "max", "sum") else float(call.weights[rule])
             parts.setdefault(name, []).extend((value, weight) for value in values)
-    return {name: _merged(rules.get(name, DEFAULT_RULE), found) for name, found in parts.items()}
+    return {name: _merge(rules.get(name, DEFAULT_RULE), found) for name, found in parts.items()}
 
 
 def _values(rules: Mapping[str, Rule], ranks: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """The value of each metric over all ranks; without those that nothing counted in."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     merged = {
-        name: _merged(rules.get(name, DEFAULT_RULE), [rank[name] for rank in ranks if name in rank]) for name in names
+        name: _merge(rules.get(name, DEFAULT_RULE), [rank[name] for rank in ranks if name in rank]) for name in names
     }
     values = {name: value for name, (value, weight) in merged.items() if weight > 0}
     for name, rule in rules.items():
@@ -204,8 +204,9 @@ def _values(rules: Mapping[str, Rule], ranks: Sequence[Mapping[str, tuple[float,
     return values
 
 
-def _merged(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _merge(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """One (value, weight) of several. The weight of what is not a number is zero, and so is that of nothing."""
+    # Means of 1.0 over one label and of 6.0 over four are one of 5.0 over five.
     counted = [(value, weight) for value, weight in parts if weight > 0 and not math.isnan(value)]
     whole = math.fsum(weight for _, weight in counted)
     if not counted:
@@ -217,6 +218,6 @@ def _merged(rule: Rule, parts: Sequence[tuple[float, float]]) -> tuple[float, fl
     return math.fsum(value * weight for value, weight in counted) / whole, whole
 
 
-def _given(values: Any, *args: Any, **kwargs: Any) -> Any:
+def _own_values(values: Any, *args: Any, **kwargs: Any) -> Any:
     """``values`` as :meth:`accelerate.Accelerator.gather` gives those of one process."""
     return values

@@ -13,15 +13,8 @@ per step. Two runs are elsewhere. Under packing, ranks that still have data give
 of iterable data ends when the data do, while transformers takes all steps of the run for one epoch. Both are kept with
 the trainer's state, only then.
 
-Iterable data: accelerate divides them in one of two ways. One of ``datasets`` with at least as many shards as there are
-ranks is divided by shards, which is exact, and stays. Any other is read by every rank, each keeping every n-th batch;
-its last batches are filled up with the first samples of all, so these are trained on twice. Under packing, where ranks
-may end unequally, they stay short here. And a data set that ``split_dataset_by_node`` has divided already would be
-divided once more, and most of it never read: it is left as it is.
-
-Sources: transformers 5.23 ``trainer.py``, ``_init_training_state`` and ``_run_epoch``, which calls
-``get_batch_samples`` equally often on every rank; accelerate 1.15 ``data_loader.py``, ``prepare_data_loader`` and
-``IterableDatasetShard``.
+Source: transformers 5.23 ``trainer.py``, ``_init_training_state`` and ``_run_epoch``, which calls
+``get_batch_samples`` equally often on every rank.
 """
 
 from __future__ import annotations
@@ -30,16 +23,13 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import CheckpointError, DistributedError, TrainingError
@@ -48,13 +38,12 @@ from ullage.exchange.source import deal
 from ullage.ranks import Axis, agree
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
+from ullage.training.batches.sampling import SampleIndices, divide_exactly
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.metering import TokenMeter
-from ullage.training.step.packable import require_losses
 from ullage.training.step.packing import Packer
-from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.stopping import StopFlag
 
 
@@ -93,6 +82,7 @@ class StepCounts:
         labels: int, complete: bool, problem: BaseException | None, batches: int, stop: int, weight: float
     ) -> list[int]:
         """What a rank tells the others before a step: six integers, of which the last holds the bits of a float64."""
+        # 120 labels in 2 batches, all with labels, without a problem, a stop or weights: [120, 1, 0, 2, 0, 0].
         return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
 
     @classmethod
@@ -125,148 +115,6 @@ class StepCounts:
             failed=bool(failed.any()),
             stop=int(stops.max()),
         )
-
-
-class RecordedBatches:
-    """A batch sampler, and the indices of its batches that were not drawn yet. In all else it is the sampler."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self._waiting: deque[list[int]] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        # A new queue per epoch. The generator keeps its own, so that one left half read cannot add to the next epoch's.
-        self._waiting = waiting = deque()
-
-        def batches() -> Iterator[Any]:
-            for indices in self._sampler:
-                waiting.append(list(indices))
-                yield indices
-
-        return batches()
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """That of the sampler, as accelerate's own wrappers of dataloaders do it."""
-        return type(self._sampler)
-
-    def next_batch(self) -> list[int] | None:
-        """The indices of the batch drawn now; ``None`` where they are not known."""
-        return self._waiting.popleft() if self._waiting else None
-
-
-class SampleIndices:
-    """Data set indices of the samples of training batches. Made for one dataloader, whose batch sampler it wraps.
-
-    A collator sees samples, not indices. The batch sampler is therefore wrapped: it remembers the indices that it gave
-    out until the Trainer draws the batch that was made of them. Batches come in the sampler's order, also from worker
-    processes that read ahead. A dataloader over an iterable, and one whose sampler gives batches itself, have no
-    indices to record.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._batches: RecordedBatches | None = None
-        inner = getattr(loader, "base_dataloader", loader)
-        sampler = getattr(inner, "batch_sampler", None)
-        if sampler is not None and not isinstance(getattr(inner, "dataset", None), IterableDataset):
-            self._batches = RecordedBatches(sampler)
-            vars(inner)["batch_sampler"] = self._batches  # a DataLoader's own setter refuses it after construction
-
-    def next_batch(self) -> list[int] | None:
-        """The indices of the batch drawn now; ``None`` where they are not known."""
-        return None if self._batches is None else self._batches.next_batch()
-
-    def index_of(
-        self,
-        indices: list[int] | None,
-        batch: Any,
-        position: int,
-        main_input: str,
-        padded: PaddedLoss | None = None,
-    ) -> int | None:
-        """The index of the sample at ``position`` in ``batch``; ``None`` unless reading it again gives that sample.
-
-        ``padded``: what made ``batch`` of collated rows, where they were.
-        """
-        if indices is None or position >= len(indices):
-            return None
-        try:
-            # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
-            # compared; what the batch padded is cut off.
-            again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
-            parts = counting.samples_of(again if padded is None else padded.ragged(again), main_input)
-            number = 1 if padded is None else padded.per_sample
-            there = counting.samples_of(batch, main_input)[position * number : (position + 1) * number]
-            same = len(parts) == len(there) == number
-            same = same and all(torch.equal(part, other[: len(part)]) for part, other in zip(parts, there))
-        except Exception:  # whatever it is, there is an error to report already
-            return None
-        return indices[position] if same else None
-
-
-class EverySample(IterableDatasetShard):
-    """One rank's part of an iterable data set that every rank reads, without samples that fill up the last batches.
-
-    Made of accelerate's part, whose batches it gives: only the last one of each rank may be shorter, or missing.
-    """
-
-    def __init__(self, part: IterableDatasetShard) -> None:
-        super().__init__(**{name: value for name, value in vars(part).items() if name != "epoch"})
-        if hasattr(part, "epoch"):
-            self.epoch = part.epoch
-
-    def __iter__(self) -> Generator[Any, None, None]:
-        # Seed a data set's own generator as accelerate does, for one that does not listen to set_epoch.
-        generator = getattr(self.dataset, "generator", None)
-        if generator is not None and not hasattr(self.dataset, "set_epoch"):
-            generator.manual_seed(getattr(self, "epoch", 0))
-        size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        for i, sample in enumerate(self.dataset):
-            if i // size % self.num_processes == self.process_index:
-                yield sample
-
-
-class EveryBatch(BatchSamplerShard):
-    """One rank's batches of a data set with indices, without samples that fill up an epoch's last step."""
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of all ranks, which whoever begins an epoch tells its number, also behind skipped batches."""
-        return self.batch_sampler.sampler
-
-    def __iter__(self) -> Generator[Any, None, None]:
-        yield from itertools.islice(iter(self.batch_sampler), self.process_index, None, self.num_processes)
-
-
-def divide_exactly(loader: Any, dataset: Any, *, packed: bool, sharded: bool = False) -> None:
-    """Make a prepared dataloader over an iterable data set read each sample on one rank.
-
-    Args:
-        loader: the dataloader that accelerate has prepared.
-        dataset: that of the dataloader before.
-        packed: whether ranks may end unequally. Without packing the last batches are filled up, as accelerate does.
-        sharded: whether the last step of a data set with indices stays short too, so that it is that of one process.
-    """
-    inner = getattr(loader, "base_dataloader", loader)
-    part, batches = getattr(inner, "dataset", None), getattr(inner, "batch_sampler", None)
-    if sharded and isinstance(batches, BatchSamplerShard) and not (batches.split_batches or batches.drop_last):
-        vars(inner)["batch_sampler"] = EveryBatch(batches.batch_sampler, batches.num_processes, batches.process_index)
-    if part is dataset or not isinstance(part, IterableDataset):
-        return
-    # A DataLoader's own setter refuses another data set after construction.
-    if getattr(dataset, "_distributed", None) is not None:
-        vars(inner)["dataset"] = dataset
-    elif packed and isinstance(part, IterableDatasetShard) and not part.drop_last:
-        vars(inner)["dataset"] = EverySample(part)
 
 
 _logger = logging.getLogger(__name__)
@@ -356,17 +204,17 @@ class StepSource:
 
         Gives the keywords to run it with; None for an epoch that was trained before the checkpoint.
         """
-        place = self._continued(progress)
+        place = self._place(progress)
         if place is None:
             yield None
             return
-        self._epoch = self._begun(**place)
+        self._epoch = self._begin(**place)
         try:
             yield place
         finally:
             self._epoch, self._is_empty = None, False
 
-    def _continued(self, progress: dict[str, Any]) -> dict[str, Any] | None:
+    def _place(self, progress: dict[str, Any]) -> dict[str, Any] | None:
         """The keywords of the epoch, with the place that a checkpoint tells; None where it was trained before that."""
         if not self._resumes(progress):
             return progress
@@ -399,7 +247,7 @@ class StepSource:
                 hint="choose per_device_train_batch_size and dp whose product is that of the run",
             )
 
-    def _begun(
+    def _begin(
         self,
         epoch: int = 0,
         epochs_trained: int = 0,
@@ -494,7 +342,7 @@ class StepSource:
         packer = self._packer
         if packer.options is None or not packer.packs_drawn:
             return drawn
-        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.ragged(drawn)
+        return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.to_ragged(drawn)
 
     def _check(self, batch: Any, indices: list[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
@@ -504,13 +352,14 @@ class StepSource:
             self._reader.require_ids(batch)
             self._packer.weigher.require_weights(batch)
             if options is not None and padded is None:
-                require_losses(self._trainer, self._reader, batch)
+                self._packer.require_losses(batch)
             if options is not None and options.oversize == "error":
                 counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
         except counting.SampleError as error:
             index, sample = None, error.sample // per_sample
             if self._indices is not None:
-                index = self._indices.index_of(indices, batch, sample, self._reader.main_input, padded)
+                ragged = None if padded is None else padded.to_ragged
+                index = self._indices.index_of(indices, batch, sample, self._reader.main_input, ragged, per_sample)
             place = f"train_dataset[{index}]"
             if index is None:
                 rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
@@ -538,8 +387,9 @@ class StepSource:
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []
         # One collective per round. The first asks each live rank for its part of the batches; a rank that gives fewer
-        # has ended, and the next round asks the others for what is missing. given, live and wanted change by gathered
-        # numbers only, so every rank leaves the loop after the same round.
+        # has ended, and the next round asks the others for what is missing: of four ranks, the last of which has
+        # ended, [2, 1, 1, 0] batches. given, live and wanted change by gathered numbers only, so every rank leaves
+        # the loop after the same round.
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
             batches, problem = self._draw(epoch, iterator, int(quota[rank]))
@@ -602,21 +452,21 @@ class StepSource:
         told = problem or self._background.failure
         mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
         sharding = sharding_of(self._trainer.model)
-        met = StepCounts.of(self._gathered(mine, device), None if sharding is None else sharding.ranks_of_batch)
+        met = StepCounts.of(self._gather(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop
         if met.failed:  # only then do the ranks meet again, to hear of the error
             self._background.settle()  # that of a save comes first: it is older
             agree(problem, Axis.world(), "reading its batches")
         return met
 
-    def _gathered(self, numbers: list[int], device: torch.device) -> Tensor:
+    def _gather(self, numbers: list[int], device: torch.device) -> Tensor:
         """Integers of every rank, [ranks, n], on the device."""
         mine = torch.tensor([numbers], device=device)
         if self._trainer.args.world_size == 1:
             return mine
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         # The first meeting of a step: whoever is ready early waits here for the last.
-        with self._meter.times.measured("wait"):
+        with self._meter.times.measure("wait"):
             ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
         return ranks

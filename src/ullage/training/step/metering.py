@@ -38,7 +38,7 @@ class StepTimes:
     steps: int = 0
 
     @contextmanager
-    def measured(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Add the time of the block to the seconds ``name``."""
         began = time.perf_counter()
         try:

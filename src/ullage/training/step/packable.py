@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention import packing_problem, require_packing
-from ullage.attention.heads import is_multiple_choice
-from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model
-from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
-from ullage.training.batches.reading import BatchReader
-from ullage.training.loss.divisions import OwnLoss
 
 #: Ways in which a model calls each layer once for a row.
 _EQUAL_CALLS = ("native", "mixers")
@@ -89,34 +83,3 @@ def truncation_problem(model: nn.Module) -> InputError | None:
         found="'truncate'",
         hint="cut samples before they are collated",
     )
-
-
-def refuse_choices(model: nn.Module) -> None:
-    """Raise ``InputError`` for a head of multiple choice."""
-    if is_multiple_choice(model):
-        raise InputError(
-            "multiple choice cannot be packed: a sample is several sequences, which are compared with each other",
-            where=type(model).__name__,
-            expected="one sequence per sample",
-            hint="leave packing_capacity out",
-        )
-
-
-def refuse_images(trainer: Any) -> None:
-    """Raise ``InputError`` for a trainer that has found images in its data."""
-    if getattr(trainer, "_is_vision_dataset", False):
-        raise InputError(
-            "data with images cannot be packed",
-            where=type(trainer).__name__,
-            expected="text",
-            found="a column of images",
-            hint="leave packing_capacity out",
-        )
-
-
-def require_losses(trainer: Any, reader: BatchReader, batch: RaggedBatch) -> None:
-    """Raise ``InputError`` for labels by sequence beside those by token, where the model's loss cannot be packed."""
-    labels = reader.label_name
-    if OwnLoss.of(trainer) is not None or labels not in batch or labels in batch.per_sequence:
-        return
-    require_one_loss(reader.model, batch.per_sequence)

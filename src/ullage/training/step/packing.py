@@ -28,6 +28,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.exchange import exchange, gather_lengths, materialize
+from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.wrappers import refuse_learned_prompt
 from ullage.planning import Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
@@ -35,13 +36,13 @@ from ullage.ranks import Topology
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.batches.reading import BatchReader
-from ullage.training.loss.divisions import Division, division_of, shares
+from ullage.training.loss.divisions import Division, OwnLoss, division_of, shares
 from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, cost_of, num_parameters
-from ullage.training.step.packable import refuse_choices, refuse_images, require_equal_calls, truncation_problem
+from ullage.training.step.packable import require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.verifying import PackingProof
 
@@ -66,7 +67,7 @@ class StepPlanner:
     meets_every_microbatch: bool
     times: StepTimes = field(default_factory=StepTimes)
 
-    def packed(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
+    def pack(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
         """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
 
         ``batches``: of this rank. ``padded``: which of its sequences stay together, and go together.
@@ -80,12 +81,12 @@ class StepPlanner:
             made = self._plan(asked, options.capacity, options.oversize, padded.groups(len(lengths)))
             return replace(made, original_lengths=lengths)
 
-        return self._exchanged(batches, planned)
+        return self._exchange(batches, planned)
 
-    def packed_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
+    def pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
         """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
         least = self.options.capacity
-        return self._exchanged(batches, lambda all: self._plan(all, max(least, int(all.max(initial=1))), "error"))
+        return self._exchange(batches, lambda all: self._plan(all, max(least, int(all.max(initial=1))), "error"))
 
     def _plan(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
         """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
@@ -106,16 +107,16 @@ class StepPlanner:
         # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
         return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
-    def _exchanged(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
+    def _exchange(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         times = self.times
         before = replace(times)
-        with times.measured("exchange"):
+        with times.measure("exchange"):
             gathered = gather_lengths(lengths, self.topology)
-        with times.measured("plan"):
+        with times.measure("plan"):
             schedule = make_plan(gathered.lengths)
-        with times.measured("exchange"):
+        with times.measure("exchange"):
             microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
         logger.debug(
             "rank %d: %d sequences in %d microbatches per rank; planned in %.4f s, exchanged in %.4f s",
@@ -218,8 +219,14 @@ class Packer:
             )
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
-        refuse_images(self._trainer)
-        refuse_choices(self._reader.model)
+        if getattr(self._trainer, "_is_vision_dataset", False):
+            raise InputError(
+                "data with images cannot be packed",
+                where=type(self._trainer).__name__,
+                expected="text",
+                found="a column of images",
+                hint="leave packing_capacity out",
+            )
         if self._sharding is None:  # otherwise whoever sharded it has packed it
             self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
@@ -231,6 +238,12 @@ class Packer:
             raise InputError(
                 "packing normalises the loss over all ranks", expected="average_tokens_across_devices=True", found=False
             )
+
+    def require_losses(self, batch: RaggedBatch) -> None:
+        """Raise ``InputError`` for labels by sequence beside those by token, unless the trainer computes the loss."""
+        labels = self._reader.label_name
+        if OwnLoss.of(self._trainer) is None and labels in batch and labels not in batch.per_sequence:
+            require_one_loss(self._reader.model, batch.per_sequence)
 
     # Planning and exchange.
 
@@ -297,10 +310,10 @@ class Packer:
             self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
         )
         padded = self.padded_loss
-        step = planner.packed([targets.joined(batch) for batch in batches], padded)
+        step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
         step = replace(step, shifts=self._reader.shifts)
         meter.add_packed(step.microbatches, step.plan, self.flops(step))
-        return step if padded is None else padded.completed(step, batches, planner.packed_beside)
+        return step if padded is None else padded.complete(step, batches, planner.pack_beside)
 
     # One step.
 
@@ -319,9 +332,9 @@ class Packer:
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
         # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
         # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
-        # _gradients_meet_once steps. DDP reduces at the last microbatch, the only one outside no_sync.
+        # _coalesced_reduction steps. DDP reduces at the last microbatch, the only one outside no_sync.
         calls: list[Taken] = []
-        with self._weighed(division), around, self._gradients_meet_once() as coalesced:
+        with self._loss_scale(division), around, self._coalesced_reduction() as coalesced:
             for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
                 accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
@@ -335,7 +348,7 @@ class Packer:
                 # A stand-in counts in no metric, whatever it has in it.
                 weigh = (self.padded_loss or self._reader).weights
                 weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
-                with self._deferred(model, k < last), self.metrics.taken(calls, "train", weights):
+                with self._no_sync(model, k < last), self.metrics.collect(calls, "train", weights):
                     losses.append(run(model, batch, count if division == "sum" else None))
             self.metrics.merge(calls, "train", inputs.num_tokens)
         # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
@@ -362,7 +375,8 @@ class Packer:
         """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
         if self.padded_loss is not None:
             return self.padded_loss.shares(batch)
-        # Tokens weigh only what a sum has beside its labels (weigh_auxiliary); the sum itself is divided by the count.
+        # A mean over 30 of the step's 120 labels counts a quarter. Tokens weigh only what a sum has beside its labels
+        # (weigh_auxiliary); the sum itself is divided by the count.
         if division == "sum":
             whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
             return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
@@ -371,7 +385,7 @@ class Packer:
         return shares(map(len, batch.microbatches), len(batch.plan.order))
 
     @contextlib.contextmanager
-    def _weighed(self, division: Division) -> Iterator[None]:
+    def _loss_scale(self, division: Division) -> Iterator[None]:
         """Make transformers multiply a mean by its microbatch's share, and leave a sum unchanged.
 
         A context manager: the trainer's own settings are restored after it.
@@ -388,7 +402,7 @@ class Packer:
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""
-        return targets.apart(microbatch) if self.padded_loss is None else self.padded_loss.padded(microbatch)
+        return targets.split_targets(microbatch) if self.padded_loss is None else self.padded_loss.to_padded(microbatch)
 
     def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
         """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
@@ -404,7 +418,7 @@ class Packer:
         counts = len if division == "sequence_mean" else self._reader.num_labels
         return stand_in(batch.microbatches, microbatch, counts=counts)
 
-    def _deferred(self, model: nn.Module, more_to_come: bool) -> Any:
+    def _no_sync(self, model: nn.Module, more_to_come: bool) -> Any:
         """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
         coalesces = self.options is not None and self.options.coalesce_gradients
         if more_to_come and coalesces and self._sharding is not None:
@@ -415,7 +429,7 @@ class Packer:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _gradients_meet_once(self) -> Iterator[bool]:
+    def _coalesced_reduction(self) -> Iterator[bool]:
         """Make ZeRO reduce and step once for all microbatches, after the block, where its engine can; gives whether.
 
         Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
@@ -477,8 +491,8 @@ class Packer:
             or int(targets.num_tokens_each(batch).sum()) <= options.capacity
         ):
             return [batch]
-        whole = targets.joined(batch)
+        whole = targets.join_targets(batch)
         # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
         capacity = max(options.capacity, whole.max_seqlen)
         schedule = plan(whole.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
-        return [targets.apart(microbatch) for microbatch in materialize(schedule, whole, 0)]
+        return [targets.split_targets(microbatch) for microbatch in materialize(schedule, whole, 0)]

@@ -1,8 +1,8 @@
 """Losses that take padded rows: the batches of TRL's trainers as sequences to plan, and back.
 
 TRL's trainers collate padded rows, and their losses take such rows. A packed step plans and exchanges the sequences
-instead: :meth:`PaddedLoss.ragged` takes a collated batch apart, and :meth:`PaddedLoss.padded` makes of each microbatch
-the rows that TRL's loss takes, which the model then runs as one packed row.
+instead: :meth:`PaddedLoss.to_ragged` takes a collated batch apart, and :meth:`PaddedLoss.to_padded` makes of each
+microbatch the rows that TRL's loss takes, which the model then runs as one packed row.
 
 Padded rows outside, one packed row inside: TRL's losses call the model with padded rows and read per-token results [N,
 L - 1]: log-probabilities, entropies and the like, one number per token, never logits. Within :func:`packed_rows` such a
@@ -71,13 +71,13 @@ class _RowsForward:
         if not self._is_of_rows(named):
             return self._own(*arguments, **keywords)
         mask = named.pop("attention_mask")
-        fields, others = self._parted(named, mask)
+        fields, others = self._divide(named, mask)
         batch = RaggedBatch.from_padded(fields, mask)
         if "labels" in batch:
             # Shifted within each sequence, so that the head scores the row as it is, and gives an entry for each token.
             batch = batch.with_shift_labels().select([*(name for name in fields if name != "labels"), "shift_labels"])
         outputs = self._own(**batch.to_flattened(), **others)
-        return outputs if self._by_sequence else _laid_out(outputs, mask)
+        return outputs if self._by_sequence else _lay_out(outputs, mask)
 
     def _is_of_rows(self, keywords: dict[str, Any]) -> bool:
         """Whether a call has padded rows, and asks for nothing that would have to be padded."""
@@ -88,7 +88,7 @@ class _RowsForward:
             return False
         return bool(keywords.get(_FUSED)) or (self._by_sequence and keywords.get("labels") is None)
 
-    def _parted(self, keywords: dict[str, Any], mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _divide(self, keywords: dict[str, Any], mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The fields with one entry per token of the rows, and the other keywords.
 
         A tensor of another size that ``forward`` does not name is left out: TRL's reward trainer hands margins on.
@@ -102,7 +102,7 @@ class _RowsForward:
         return fields, others
 
 
-def _laid_out(outputs: Any, mask: Tensor) -> Any:
+def _lay_out(outputs: Any, mask: Tensor) -> Any:
     """Outputs of a packed row as those of padded rows: [1, T] becomes [N, L - 1], zero where there is nothing.
 
     ``mask`` [N, L]: 1 on the tokens. The entry of a row's last position predicts nothing, and is left out.
@@ -165,11 +165,11 @@ class PaddedLoss:
 
     # From a collated batch to sequences, and back.
 
-    def made_of(self, model: nn.Module, drawn: Any) -> RaggedBatch:
+    def make_batch(self, model: nn.Module, drawn: Any) -> RaggedBatch:
         """What a step trains on, of what was drawn, where :attr:`makes_batches`. Collective."""
         raise NotImplementedError
 
-    def ragged(self, batch: Any) -> RaggedBatch:
+    def to_ragged(self, batch: Any) -> RaggedBatch:
         """The sequences of a collated batch: chosen and rejected of each pair one after the other. Host values.
 
         Fields with one entry per token stay so, those with one per sample get one per sequence. Raises ``InputError``
@@ -203,7 +203,7 @@ class PaddedLoss:
                 whole.append(name)
         return RaggedBatch.from_padded(fields, mask[order], whole)
 
-    def padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
+    def to_padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
         """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is."""
         rows = microbatch.to_padded({"input_ids": self._pad_token_id, "labels": -100})
         number = len(microbatch)
@@ -232,11 +232,13 @@ class PaddedLoss:
         """The lengths to plan: where a sample over the capacity is to be dropped, all its sequences are over it."""
         if oversize != "drop" or self.per_sample == 1:
             return lengths
+        # Of the pairs (3, 4) and (6, 5) the second is over a capacity of 8, so [3, 4, 11, 11] is planned.
         sizes = lengths.reshape(-1, self.per_sample).sum(1).repeat(self.per_sample)
         return np.where(sizes > capacity, sizes, lengths)
 
     def _order(self, number: int) -> Tensor:
         """The collated row of each sequence: TRL has all chosen ones first."""
+        # Two pairs lie as chosen 0, chosen 1, rejected 0, rejected 1, so the rows are taken in the order [0, 2, 1, 3].
         return torch.arange(number).view(self.per_sample, -1).T.reshape(-1)
 
     @property
@@ -246,14 +248,14 @@ class PaddedLoss:
 
     # A step.
 
-    def completed(
+    def complete(
         self, step: PackedBatch, drawn: Sequence[RaggedBatch], pack: Callable[..., PackedBatch]
     ) -> PackedBatch:
         """A planned step with what its loss needs beside. Collective, or nothing on all ranks.
 
         Args:
             step: of the sequences that are trained on.
-            drawn: this rank's batches, as :meth:`ragged` made them; none if its data have ended.
+            drawn: this rank's batches, as :meth:`to_ragged` made them; none if its data have ended.
             pack: plans and exchanges the sequences of all ranks, whatever their length.
         """
         return step

@@ -45,13 +45,13 @@ class PackingProof:
 
     Attributes:
         candidates: the ways of the model, as they were before it was packed; None where nobody knows.
-        found: the last proof of this rank, None before.
+        last: the last proof of this rank, None before.
     """
 
     def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
-        self.found: Proof | None = None
+        self.last: Proof | None = None
         self._is_done = False
 
     def pack(self, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class PackingProof:
                 if is_sharded and not call_equally_often(bare_model):
                     mine = "its layers run once per length of a row, and its parameters are sharded"
                 else:
-                    mine = self._proved(model, batch.microbatches, capacity, meeting.any).problem()
+                    mine = self._prove(model, batch.microbatches, capacity, meeting.any).problem()
             except _Elsewhere as error:
                 return str(error)
             except Exception as error:  # whatever a model raises on a packed row, it cannot be packed in this way
@@ -123,7 +123,7 @@ class PackingProof:
             return
         self._is_done = True
         with self._trainer.compute_loss_context_manager():
-            proof = self._proved(model, [targets.joined(batch)], capacity, None, training=False)
+            proof = self._prove(model, [targets.join_targets(batch)], capacity, None, training=False)
         problem = proof.problem()
         if problem is not None:
             raise SequencesMeet(
@@ -134,7 +134,7 @@ class PackingProof:
             )
         self._tell(way_of(self._reader.model))
 
-    def _proved(
+    def _prove(
         self,
         model: nn.Module,
         microbatches: Sequence[RaggedBatch],
@@ -143,7 +143,7 @@ class PackingProof:
         *,
         training: bool = True,
     ) -> Proof:
-        trial = self._trial(self._chosen(microbatches, capacity))
+        trial = self._trial(self._choose(microbatches, capacity))
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
         called = within_engine(model)
         proof = prove(
@@ -157,11 +157,11 @@ class PackingProof:
             in_step=self._packer.meets_every_microbatch,
         )
         forget_trace(model)
-        self.found = proof
+        self.last = proof
         return proof
 
     def _tell(self, way: Way) -> None:
-        proof = self.found
+        proof = self.last
         if proof is None or rank_here(self._trainer.args.world_size > 1):
             return
         name = type(self._reader.model).__name__
@@ -185,7 +185,7 @@ class PackingProof:
 
     # The trial.
 
-    def _chosen(self, microbatches: Sequence[RaggedBatch], capacity: int) -> list[RaggedBatch]:
+    def _choose(self, microbatches: Sequence[RaggedBatch], capacity: int) -> list[RaggedBatch]:
         """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
         there = [each for each in microbatches if each.numel()]
         if not there:
@@ -203,22 +203,23 @@ class PackingProof:
             size = int(lengths[long])
             sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
             return [
-                _one(*places[fitting[-1 - at % len(fitting)]], most=min(each, most)) for at, each in enumerate(sizes)
+                _one_sequence(*places[fitting[-1 - at % len(fitting)]], most=min(each, most))
+                for at, each in enumerate(sizes)
             ]
         others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
         middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
         taken = [short, long, middle]
-        chosen = [_one(*places[each], most=most) for each in taken]
+        chosen = [_one_sequence(*places[each], most=most) for each in taken]
         # And one more of a length that is there: by lengths, these two share a call.
         alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
         longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
         if not alike and longer and not there[0].per_sequence:
-            return [*chosen, _one(*places[longer[0]], most=int(lengths[middle]))]
-        return [*chosen, _one(*places[alike[-1] if alike else middle], most=most)]
+            return [*chosen, _one_sequence(*places[longer[0]], most=int(lengths[middle]))]
+        return [*chosen, _one_sequence(*places[alike[-1] if alike else middle], most=most)]
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
-        each = [targets.apart(batch) for batch in chosen]
+        each = [targets.split_targets(batch) for batch in chosen]
         samples = [dict(sample) for batch in each for sample in batch.samples()]
         if self._packer.padded_loss is not None:
             # Its loss is made of rows; what the model makes of the tokens is what packing could change.
@@ -263,7 +264,7 @@ def within_engine(model: nn.Module) -> Any:
     return model.module if is_engine else model
 
 
-def _one(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
+def _one_sequence(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     """One sequence of a batch, cut to what a row may have where it can be cut."""
     sample = batch.samples()[place]
     length = int(batch.layout.lengths[place])

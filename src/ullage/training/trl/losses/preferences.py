@@ -73,24 +73,24 @@ class UnpairedLoss(PaddedLoss):
     def _takes_kl(self) -> bool:
         return bool(self._trainer.calculate_KL)
 
-    def ragged(self, batch: Any) -> RaggedBatch:
+    def to_ragged(self, batch: Any) -> RaggedBatch:
         """The sequences of a collated batch; the completions of its KL beside them."""
         if isinstance(batch, RaggedBatch) or not self._takes_kl:
-            return super().ragged(batch)
+            return super().to_ragged(batch)
         own = {name: value for name, value in batch.items() if _KL not in name}
-        found = super().ragged(own)
+        found = super().to_ragged(own)
         made = WithKL({name: found[name] for name in found.names}, found.layout, found.per_sequence)
-        made.beside = super().ragged({name.replace(_KL, ""): batch[name] for name in batch if _KL in name})
+        made.beside = super().to_ragged({name.replace(_KL, ""): batch[name] for name in batch if _KL in name})
         return made
 
-    def padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
+    def to_padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
         """The rows of a microbatch, with a KL of the reference model that :meth:`step` has taken off already."""
-        rows = super().padded(microbatch)
+        rows = super().to_padded(microbatch)
         if self._takes_kl and self._trainer.precompute_ref_logps:
             rows["ref_KL_logps"] = torch.zeros(len(microbatch))
         return rows
 
-    def completed(
+    def complete(
         self, step: PackedBatch, drawn: Sequence[RaggedBatch], pack: Callable[..., PackedBatch]
     ) -> PackedBatch:
         if not self._takes_kl:
@@ -132,7 +132,7 @@ class UnpairedLoss(PaddedLoss):
     def _log_ratios(self, model: nn.Module, microbatch: RaggedBatch) -> Tensor:
         """Policy against reference, [N]: TRL's own log-probabilities of each."""
         trainer = self._trainer
-        rows = super().padded(microbatch)
+        rows = super().to_padded(microbatch)
         batch = trainer._prepare_input({f"{_KL}{name}": value for name, value in rows.items()})
         compute = type(trainer)._compute_kl_logps
         policy = compute(trainer, model, batch)

@@ -73,13 +73,13 @@ class RolloutLoss(PaddedLoss):
 
     # From TRL's dict to sequences, and back.
 
-    def made_of(self, model: nn.Module, drawn: Any) -> RaggedBatch:
+    def make_batch(self, model: nn.Module, drawn: Any) -> RaggedBatch:
         """The rollouts of this rank's next step, as TRL makes them of its prompts. Collective; host values."""
         model.train()  # TRL makes rollouts of training only then
         with self.packed_rows():
-            return self.ragged(self._trainer._prepare_inputs(drawn))
+            return self.to_ragged(self._trainer._prepare_inputs(drawn))
 
-    def ragged(self, batch: Any) -> RaggedBatch:
+    def to_ragged(self, batch: Any) -> RaggedBatch:
         """The rollouts of a dict of TRL's. Raises ``InputError`` for one with images."""
         if isinstance(batch, RaggedBatch):
             return batch
@@ -111,7 +111,7 @@ class RolloutLoss(PaddedLoss):
                 )
         return RaggedBatch.from_padded(fields, torch.cat([prompts, completions], 1), whole)
 
-    def padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
+    def to_padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
         """The rollouts of a microbatch as TRL's loss takes them."""
         lengths, completions = microbatch.layout.lengths, _completions(microbatch)
         prompts = lengths - completions
@@ -126,16 +126,16 @@ class RolloutLoss(PaddedLoss):
         )
         ids, mask = microbatch["input_ids"], torch.ones(len(microbatch["input_ids"]), dtype=torch.long)
         made: dict[str, Any] = {
-            "prompt_ids": ends.laid(ids, self._pad_token_id),
-            "prompt_mask": ends.laid(mask),
-            "completion_ids": tails.laid(ids, self._pad_token_id),
-            "completion_mask": tails.laid(mask),
+            "prompt_ids": ends.lay(ids, self._pad_token_id),
+            "prompt_mask": ends.lay(mask),
+            "completion_ids": tails.lay(ids, self._pad_token_id),
+            "completion_mask": tails.lay(mask),
         }
         for name in microbatch.names:
             if name in microbatch.per_sequence:
                 made[name] = microbatch[name]
             elif name not in ("input_ids", "completion_mask"):
-                made[name] = tails.laid(microbatch[name], _FILLS.get(name, 0))
+                made[name] = tails.lay(microbatch[name], _FILLS.get(name, 0))
         return {**made, **self._shared}
 
     def stand_in(self, microbatches: Sequence[RaggedBatch], empty: RaggedBatch) -> RaggedBatch:
@@ -156,7 +156,7 @@ class RolloutLoss(PaddedLoss):
             return shares([1] * len(step.microbatches), ranks)
         if self._trainer.loss_type not in _BY_TOKEN:
             return super().shares(step)
-        parts = torch.tensor([float(_counted(each)) for each in step.microbatches], dtype=torch.float64)
+        parts = torch.tensor([float(_num_counted(each)) for each in step.microbatches], dtype=torch.float64)
         whole = parts.sum().to(self._trainer.args.device)
         if ranks > 1:
             whole = self._trainer.accelerator.reduce(whole, "sum")
@@ -176,7 +176,7 @@ class RolloutLoss(PaddedLoss):
         trainer._metrics["train"]["step_time"].append(time.perf_counter() - begun)
 
     def weights(self, microbatch: RaggedBatch) -> dict[str, float]:
-        return {**super().weights(microbatch), "labels": float(_counted(microbatch))}
+        return {**super().weights(microbatch), "labels": float(_num_counted(microbatch))}
 
 
 class _Places:
@@ -186,7 +186,7 @@ class _Places:
         self._taken, self._places = torch.from_numpy(taken), torch.from_numpy(places)
         self._shape = number, width
 
-    def laid(self, values: Tensor, fill: float = 0) -> Tensor:
+    def lay(self, values: Tensor, fill: float = 0) -> Tensor:
         number, width = self._shape
         rows = values.new_full((number * width, *values.shape[1:]), fill)
         return rows.index_copy(0, self._places, values[self._taken]).unflatten(0, self._shape)
@@ -198,7 +198,7 @@ def _completions(batch: RaggedBatch) -> Int64:
     return np.add.reduceat(np.append(mask, False).astype(np.int64), layout.starts)
 
 
-def _counted(batch: RaggedBatch) -> int:
+def _num_counted(batch: RaggedBatch) -> int:
     """Completion tokens that the loss counts."""
     mask = batch["completion_mask"] != 0
     return int((mask & (batch["tool_mask"] != 0) if "tool_mask" in batch else mask).sum())
