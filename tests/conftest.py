@@ -15,6 +15,7 @@ settings.load_profile("ullage")
 # have no core: some tests took 50 times as long. Before torch is imported, which reads it then.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_BUILD_OPS", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -3,7 +3,7 @@
 A process may die at its end, "terminate called without an active exception", because a thread of gloo lets go of a
 tensor while the interpreter ends (``src/ullage/ranks/ending.py``). *Slowed*: every layout of ``ullage train``,
 packed and padded, stopped and finished, and scripts with our Trainer or ``PackedIterator``, with gloo's threads pausing
-after each collective and the interpreter taking longer to end (``tests/support/slow_gloo.c``, ``exit_server.py``).
+after each collective and the interpreter taking longer to end (``tests/support/slow_gloo.c``, ``fork_server.py``).
 *Natural*: two-process evaluations under torchrun, one after another, with nothing slowed.
 
     python benchmarks/campaigns/exits.py                        # 20 slowed runs of the command, 40 natural ones

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_zero_conversion import assert_is_the_truth
-from tests.support import real_zero
+from tests.support import forked, real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 
@@ -22,11 +22,10 @@ pytestmark = pytest.mark.regression
 
 def _convert_with_deepspeed(source, target, *more):
     """DeepSpeed's own converter, in a process of its own. Returns (status, output)."""
-    import subprocess
 
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
     command += ["--output_folder", str(target), "--inject_missing_state", "--num_extract_workers", "1", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,13 +1,12 @@
 """Tensor and pipeline parallel checkpoints with Megatron-DeepSpeed's patterns, against DeepSpeed's own converter."""
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support import real_zero
+from tests.support import forked, real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 
@@ -43,7 +42,7 @@ def stage(index, *, embedding=False, average=True):
 def convert_with_deepspeed(source, target):
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
     command += ["--output_folder", str(target), "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

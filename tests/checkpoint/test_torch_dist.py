@@ -243,11 +243,13 @@ def test_state_that_is_not_adams_is_refused_and_the_weights_are_not(tmp_path, op
 
 # With megatron-core
 
+ALL = ("torch", "training", "megatron")
+
 
 def saved(folder, kind, tp, pp, world, **options):
     from tests.support import megatron_checkpoints as megatron
 
-    found = processes.run(megatron.save, world, str(folder), kind, tp, pp, options, method="fork")
+    found = processes.run(megatron.save, world, str(folder), kind, tp, pp, options, loads=ALL)
     assert all(outcome.get("value") for outcome in found), found[0]
     (folder / "config.json").write_text(json.dumps(config_of(kind)))
     return megatron.truth_of(kind)
@@ -257,7 +259,7 @@ def loaded(folder, kind, tp, pp, world, **options):
     """Every rank's differences from the truth must be none; returns its step and the error of the logits."""
     from tests.support import megatron_checkpoints as megatron
 
-    found = processes.run(megatron.load, world, str(folder), kind, tp, pp, options, method="fork")
+    found = processes.run(megatron.load, world, str(folder), kind, tp, pp, options, loads=ALL)
     assert all("value" in outcome for outcome in found), [o.get("traceback") for o in found]
     assert [outcome["value"][0] for outcome in found] == [[]] * world
     return found[0]["value"][1:3]

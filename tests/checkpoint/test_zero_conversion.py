@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import real_zero
+from tests.support import forked, real_zero
 from tests.support.real_zero import SENTINEL, Recipe
 from ullage import checkpoint
 
@@ -169,7 +169,6 @@ def test_a_universal_checkpoint_becomes_safetensors(tmp_path):
 
 def test_dcp_loads_into_fsdp2(tmp_path):
     """A real FSDP2 model and optimizer take the state up through ``dcp.load``; each tensor is the truth."""
-    import subprocess
     import sys
 
     groups = [{"a.weight": (6, 4), "b.weight": (3, 6)}, {"a.bias": (6,), "b.bias": (3,)}]
@@ -179,7 +178,7 @@ def test_dcp_loads_into_fsdp2(tmp_path):
     assert checkpoint.verify(truth.folder, tmp_path / "dcp") == []
     wanted = {f"{n}/{k}": truth.tensor(n, k) for n in truth.shapes() for k in truth.keys}
     np.savez(tmp_path / "truth.npz", **wanted)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", _FSDP2, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]

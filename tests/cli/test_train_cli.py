@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import forked
 from tests.support.launch import environment, full_disk
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.verb import _run
@@ -112,7 +113,7 @@ def test_the_lines_of_python_in_the_summary_run(run, data, tmp_path):
     # The text is drawn, and a model of two epochs may draw its end at once; not from each of three seeds.
     for seed in range(3):
         seeded = f"import torch; torch.manual_seed({seed})\n{script}"
-        written = subprocess.run(
+        written = forked.run(
             [sys.executable, "-c", seeded], capture_output=True, text=True, env=environment(), cwd=tmp_path
         )
         assert written.returncode == 0, written.stderr

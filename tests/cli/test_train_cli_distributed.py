@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import save_script
+from tests.support import forked, save_script
 from tests.support.launch import environment, torchrun
 from ullage.training.saving.checkpoints import checkpoints_in
 from ullage.training.saving.staging import staging_of
@@ -18,10 +18,12 @@ from ullage.training.saving.staging import staging_of
 pytestmark = pytest.mark.distributed
 
 
-def ullage_train(processes: int, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def ullage_train(
+    processes: int, folder: Path, *arguments: object, start=forked.run
+) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] * (processes > 1)
     command = [sys.executable, *launcher, "-m", "ullage", "train", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+    return start(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
 
 
 def losses(folder: Path) -> list[float]:
@@ -42,7 +44,9 @@ def two(tmp_path_factory):
     (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
     arguments = ["--data", "a.jsonl", "--eval_data", "b.jsonl", "--model", "lstm-16", "--learning_rate", 0.02]
     arguments += ["--logging_steps", 1, "--save_steps", 3]
-    done = ullage_train(2, folder, *arguments, "--per_device_train_batch_size", 4, "--output_dir", "two")
+    # Real processes: what is printed depends on what is set before torch loads.
+    arguments_of_two = [*arguments, "--per_device_train_batch_size", 4, "--output_dir", "two"]
+    done = ullage_train(2, folder, *arguments_of_two, start=subprocess.run)
     return folder, arguments, done
 
 

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.support import forked
 from tests.support.launch import environment
 from ullage import checkpoint
 from ullage.cli.train.folder import require_layout_of
@@ -179,7 +179,7 @@ def test_two_processes_train_as_one_and_go_on_alone(folder, alone, layout):
     name = "".join(layout)
     batch = 4 if layout[0] == "--dp" else 8
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "ullage"]
-    done = subprocess.run(
+    done = forked.run(
         [*launcher, "train", *arguments(folder, name, *layout, batch=batch)],
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip

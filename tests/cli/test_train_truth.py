@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tests.support.hub import COMMIT, put_in_cache
-from tests.support.launch import torchrun
+from tests.support.launch import real_torchrun
 from ullage.cli.train import limits, process, verb
 from ullage.cli.train.arguments import parse
 from ullage.cli.train.model import choose, load_pretrained
@@ -389,10 +389,10 @@ def test_two_processes_take_a_model_by_name(folders, tmp_path, texts):
     script = tmp_path / "main.py"
     script.write_text("from ullage.cli import main\nmain()\n")
     arguments = ["train", "--data", texts, "--output_dir", tmp_path / "out", *TINY]
-    said = torchrun(2, script, *arguments, "--model", "org/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
+    said = real_torchrun(2, script, *arguments, "--model", "org/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
     assert said.count("model: org/tiny, revision") == 1
     with pytest.raises(AssertionError) as error:
-        torchrun(
+        real_torchrun(
             2, script, *arguments, "--overwrite_output_dir", "--model", "org/none", HF_HUB_CACHE=str(tmp_path / "hub")
         )
     assert str(error.value).count("ullage: there is no such model here, and none from the hub") == 1

@@ -1,28 +1,14 @@
 """FSDP2, tensor and context parallel on packed steps give the losses of one process, and their checkpoints fit each other."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support.fsdp_cases import run_jobs
 
 pytestmark = pytest.mark.distributed
 
 #: A key-value head that two ranks of cp have to share.
 FEW = {"num_key_value_heads": 1}
 TIED = {"tie_word_embeddings": True}
-
-
-def work(jobs, timeout=400):
-    """What each rank of each job returned for each of its cases."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fsdp_cases", json.dumps(jobs)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def trained(**arguments):
@@ -107,7 +93,7 @@ def quick(folder):
     ]  # fmt: skip
     for name in ("full", "beside", "others"):
         (folder / name).mkdir()
-    alone, two, four, loading, [[beside]], others = work(jobs)
+    alone, two, four, loading, [[beside]], others = run_jobs(jobs)
     return {
         "beside": beside,
         "others": [rank[0] for rank in others],
@@ -129,7 +115,7 @@ def test_two_processes_train_as_one(quick, alone, name):
     assert_trained(quick[2], list(TWO).index(name), alone[TWO[name][0]])
 
 
-def test_ranks_had_unequal_work(quick):
+def test_ranks_had_unequal_run_jobs(quick):
     real = [rank[list(TWO).index("dp")]["real"] for rank in quick[2]]
     assert real[0] != real[1], "the ranks had equally many microbatches, which shows nothing"
 
@@ -251,7 +237,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def references(alone):
-    [[[mixtral]]] = work([[1, [trained(kind="mixtral")]]])
+    [[[mixtral]]] = run_jobs([[1, [trained(kind="mixtral")]]])
     return {**alone, "mixtral": mixtral}
 
 
@@ -259,7 +245,7 @@ def references(alone):
 @pytest.mark.parametrize("world", MANY)
 def test_many_processes_train_as_one(references, world):
     cases = MANY[world]
-    [ranks] = work([[world, [case for _, case in cases.values()]]])
+    [ranks] = run_jobs([[world, [case for _, case in cases.values()]]])
     for k, (reference, _) in enumerate(cases.values()):
         assert_trained(ranks, k, references[reference])
 
@@ -272,7 +258,7 @@ def test_every_layout_goes_on_from_every_other(tmp_path):
         for name, mesh in (("save", before), ("resume", after)):
             case = [name, {"folder": str(tmp_path / str(k)), "mesh": mesh, **options}]
             jobs.append([mesh[0] * mesh[1] * mesh[2], [case]])
-    results = iter(work(jobs))
+    results = iter(run_jobs(jobs))
     for layout, saved, resumed in zip(LAYOUTS, results, results):
         for rank in (*saved, *resumed):
             assert "error" not in rank[0], (layout, rank[0])

@@ -3,13 +3,10 @@
 One launch does everything: a world per number of processes, each with several cases.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support import fsdp_trainer_cases
+from tests.support.fsdp_cases import run_jobs
 from ullage import checkpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -21,13 +18,8 @@ CHOSEN = {
 }  # fmt: skip
 
 
-def work(jobs, timeout=600):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fsdp_trainer_cases", json.dumps(jobs)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def work(jobs):
+    return run_jobs(jobs, fsdp_trainer_cases.__name__, timeout=270)
 
 
 @pytest.fixture(scope="module")

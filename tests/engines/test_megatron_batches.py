@@ -16,7 +16,7 @@ SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "on
 @pytest.fixture(scope="module")
 def ranks():
     """What each of four ranks found, in one launch: it costs seconds to load megatron-core."""
-    return values(run(cases.everything, 4, SHAPES))
+    return values(run(cases.everything, 4, SHAPES, loads=("torch", "megatron")))
 
 
 @pytest.fixture

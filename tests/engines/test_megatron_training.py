@@ -164,7 +164,7 @@ def check(record, count=12):
 def test_two_processes_and_what_every_rank_refuses():
     from tests.support import megatron_refusals
 
-    ranks = values(run(megatron_refusals.everything, 2))
+    ranks = values(run(megatron_refusals.everything, 2, loads=("torch", "megatron")))
     for found in ranks:
         check(found["packed"], count=5)
         said = found["refused"]
@@ -212,7 +212,7 @@ def test_a_hybrid_with_mamba_layers():
     pytest.importorskip("einops")
     from tests.support import megatron_hybrid
 
-    [found] = values(run(megatron_hybrid.hybrid, 1))
+    [found] = values(run(megatron_hybrid.hybrid, 1, loads=("torch", "megatron")))
     assert found["losses"] == pytest.approx(found["expected"], rel=2e-6)
     assert found["kernel"] == [[True], [False]]
     assert "memory-efficient path" in found["said"]

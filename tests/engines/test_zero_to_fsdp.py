@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.engines.test_fsdp import work
 from tests.support import packing_script, real_zero
-from tests.support.fsdp_cases import make_model
+from tests.support.fsdp_cases import make_model, run_jobs
 from tests.support.launch import torchrun
 from ullage import checkpoint
 
@@ -23,7 +22,7 @@ def test_a_zero_run_goes_on(tmp_path, stage):
     checkpoint.convert(tmp_path / "checkpoint-3" / "global_step3", tmp_path / "dcp", format="dcp")
     meshes = [([1, 1, 1], True), ([2, 1, 1], True), ([1, 2, 1], False), ([1, 1, 2], True)]
     arguments = [{"folder": str(tmp_path / "dcp"), "mesh": mesh, "settings": kept} for mesh, kept in meshes]
-    alone, two = work([[1, [["continue_zero", arguments[0]]]], [2, [["continue_zero", a] for a in arguments[1:]]]])
+    alone, two = run_jobs([[1, [["continue_zero", arguments[0]]]], [2, [["continue_zero", a] for a in arguments[1:]]]])
     for rank in (*alone, *two):
         for case in rank:
             assert "error" not in case, case
@@ -43,7 +42,7 @@ def test_every_element_arrives(tmp_path, stage):
     told |= {f"{n}/{key}": torch.from_numpy(truth.tensor(n, key)) for n in names for key in ("exp_avg", "exp_avg_sq")}
     torch.save(told, tmp_path / "truth.pt")
     case = {"folder": str(tmp_path / "dcp"), "truth": str(tmp_path / "truth.pt")}
-    [ranks] = work([[4, [["load_zero", {**case, "mesh": mesh}] for mesh in ([4, 1, 1], [2, 1, 2], [1, 2, 2])]]])
+    [ranks] = run_jobs([[4, [["load_zero", {**case, "mesh": mesh}] for mesh in ([4, 1, 1], [2, 1, 2], [1, 2, 2])]]])
     for rank in ranks:
         for found in rank:
             assert "error" not in found, found

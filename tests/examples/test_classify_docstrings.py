@@ -1,18 +1,18 @@
 """examples/06_classify_docstrings.py, as a person runs it, a little shorter: it beats naming the largest package."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
 @pytest.mark.slow
 def test_the_classifier_beats_the_majority(tmp_path):
     script = ROOT / "examples" / "06_classify_docstrings.py"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), "--steps", "120"],
         cwd=tmp_path,
         env=environment(),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
 def run(name: str, *arguments: object, processes: int = 1, cwd=None, **extra: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] * (processes > 1)
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment(**extra), cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = forked.run(command, env=environment(**extra), cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.launch import ROOT, environment, torchrun
+from tests.support import forked
+from tests.support.launch import ROOT, environment, real_torchrun, torchrun
 
 EXAMPLE = ROOT / "examples" / "10_fsdp_context_parallel.py"
 SMALL = ("--hidden_size", 32, "--global_batch_size", 8, "--max_length", 256, "--capacity", 1024)
@@ -18,7 +18,7 @@ def losses(output):
 
 
 def alone(*arguments):
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(EXAMPLE), *map(str, (*SMALL, *arguments))],
         env=environment(),
         capture_output=True,
@@ -35,7 +35,7 @@ def test_two_processes_print_what_one_prints(tmp_path):
     assert len(whole) == 4
     assert whole[-1] < whole[0]
     saved = tmp_path / "there" / "checkpoint-2"
-    first = torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--output_dir", saved.parent)
+    first = real_torchrun(2, EXAMPLE, *SMALL, "--steps", 2, "--cp", 2, "--output_dir", saved.parent)
     then = torchrun(2, EXAMPLE, *SMALL, "--steps", 4, "--tp", 2, "--resume", saved)
     assert losses(first) + losses(then) == pytest.approx(whole, abs=2e-5)
     assert ".metadata" in os.listdir(saved / "model_and_optimizer")

@@ -1,18 +1,18 @@
 """examples/08_hyperparameter_search.py, as a person runs it, but shorter: five trials, and the best one is loaded."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
 @pytest.mark.slow
 def test_five_trials_and_the_best_of_them(tmp_path):
     script = ROOT / "examples" / "08_hyperparameter_search.py"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), "--max_steps", "40", "--output_dir", str(tmp_path / "search")],
         cwd=tmp_path,
         env=environment(),

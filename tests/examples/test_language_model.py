@@ -1,11 +1,11 @@
 """examples/05_language_model.py, as a person runs it, but shorter: it learns, and what it writes is text."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
@@ -14,7 +14,7 @@ from tests.support.launch import ROOT, environment
 def test_the_language_model_learns(cell, tmp_path):
     script = ROOT / "examples" / "05_language_model.py"
     sizes = ["--steps", "50", "--hidden_size", "64", "--cell", cell, "--output_dir", str(tmp_path / "model")]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), *sizes],
         cwd=tmp_path,
         env=environment(),

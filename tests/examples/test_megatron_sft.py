@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.launch import ROOT, torchrun
+from tests.support.launch import ROOT, real_torchrun, torchrun
 
 pytest.importorskip("megatron.core")
 
@@ -18,7 +18,7 @@ STEP = re.compile(
 )
 
 
-def run(processes, *flags):
+def run(processes, *flags, torchrun=torchrun):
     output = torchrun(processes, SCRIPT, *SMALL, *flags, timeout=400)
     steps = [tuple(map(float, found)) for found in STEP.findall(output)]
     assert [step[0] for step in steps] == [1, 2, 3, 4], output[-3000:]
@@ -34,6 +34,7 @@ def test_tensor_and_sequence_parallel_packed():
         2,
         *("--tensor-model-parallel-size", 2, "--sequence-parallel"),
         *("--sequence-packing", "--sequence-packing-scheduler", "balanced", "--max-seqlen-per-dp-cp-rank", 128),
+        torchrun=real_torchrun,
     )
     assert all(step[2] < 12 for step in steps), "fewer microbatches than sequences"
     assert all(step[3] < 50 for step in steps)

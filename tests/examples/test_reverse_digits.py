@@ -1,11 +1,11 @@
 """The seventh example learns what it says it learns, on strings that it has not seen."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
@@ -13,7 +13,7 @@ from tests.support.launch import ROOT, environment
 @pytest.mark.parametrize("task", ["reverse", "dates"])
 def test_it_is_right_to_the_last_character(task, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "07_reverse_digits.py"), "--task", task]
-    done = subprocess.run(
+    done = forked.run(
         [*command, "--output_dir", str(tmp_path / "run")],
         env=environment(),
         cwd=tmp_path,

@@ -1,18 +1,18 @@
 """examples/11_sft_chats.py, as a person runs it, a little shorter: it learns, and TRL's metrics are in its table."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support import forked
 from tests.support.launch import ROOT, environment
 
 
 @pytest.mark.slow
 def test_chats_are_learnt_packed(tmp_path):
     script = ROOT / "examples" / "11_sft_chats.py"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), "--chats", "200", "--steps", "10"],
         cwd=tmp_path,
         env=environment(),

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import forked
 from tests.support.browser import lay_out, needs_chromium
 from tests.support.launch import ROOT, environment
 from tests.support.page_blocks import (
@@ -88,7 +89,7 @@ def _run_python(page, folder):
     # The first line of a page is never code.
     script.write_text("from tests.support.page_prints import print" + python_script(page))
     notes.touch()
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script)],
         cwd=folder, env=environment(PAGE_PRINTS=str(notes)), capture_output=True, text=True, timeout=240,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def test_a_packed_stream_begins_after_a_group_of_some_ranks():
 @pytest.mark.slow
 def test_a_packed_stream_over_the_stages_of_a_pipeline_begins():
     pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(groups_cases.stages, 2, timeout=30))
+    told = processes.values(processes.run(groups_cases.stages, 2, timeout=30, loads=("torch", "megatron")))
     for counts, found in told:
         assert len(set(counts)) > 1, "the stages are in equal numbers of groups, so nothing is shown"
         assert found == list(range(12))  # one sample is on all stages
@@ -54,7 +54,7 @@ def test_a_packed_stream_over_the_stages_of_a_pipeline_begins():
 @pytest.mark.slow
 def test_groups_of_context_parallelism_are_made_after_those_of_another_layout():
     pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(groups_cases.blocks, 4, timeout=30))
+    told = processes.values(processes.run(groups_cases.blocks, 4, timeout=30, loads=("torch", "megatron")))
     for rank, (counts, found) in enumerate(told):
         assert counts[0] != counts[1], "a block's ranks are in equal numbers of groups, so nothing is shown"
         assert found == {"1": 10**rank, "2": [11, 11, 1100, 1100][rank], "4": 1111}

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import forked
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.launch import environment
 from ullage.cli.report import report
@@ -343,7 +344,7 @@ def test_the_peak_is_that_of_the_device_and_of_no_other(name, bf16, fp16, peak):
 
 def ullage_report(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ullage", "report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(COLUMNS="100"), timeout=120)
+    return forked.run(command, capture_output=True, text=True, env=environment(COLUMNS="100"), timeout=120)
 
 
 @pytest.mark.slow
@@ -380,7 +381,7 @@ def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
     arguments = [str(argument) for argument in arguments]
     options = {"capture_output": True, "text": True, "env": environment(), "timeout": 240}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "ullage"]
-    done = subprocess.run([sys.executable, *launcher, *arguments, "--stop_at_step", "3"], **options)
+    done = forked.run([sys.executable, *launcher, *arguments, "--stop_at_step", "3"], **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"report: {folder / PAGE}") == 1
     begun = read_run(folder)
@@ -388,7 +389,7 @@ def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
     assert begun.plan is not None
     assert (begun.plan[0], begun.plan[1].ranks) == (1, 2)
     assert all(row["wait_seconds"] > 0 for row in begun.rows)
-    done = subprocess.run([sys.executable, "-m", "ullage", *arguments, "--resume_from_checkpoint"], **options)
+    done = forked.run([sys.executable, "-m", "ullage", *arguments, "--resume_from_checkpoint"], **options)
     assert done.returncode == 0, done.stderr
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]

@@ -4,6 +4,7 @@ A process dies if a thread of gloo lets go of a tensor while the interpreter end
 longer, so that what happens in one of many runs happens in one of a few.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.launch import ROOT, environment
+from tests.support import forked
+from tests.support.forked import ROOT
 
 HERE = Path(__file__).resolve().parent
 
@@ -81,36 +83,40 @@ class Server:
         self.folder = Path(folder)
         self._pause = 100 * slowed
         extra = {"LD_PRELOAD": str(slow_gloo(folder)), "KEEP_LOCK_MS": "300"} if slowed else {}
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "exit_server.py")],
-            env=environment(**extra), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert self._process.stdout.readline() == "ready\n"
+        self._server = forked.Server(**extra) if slowed else forked.server()
+        self._stops = slowed
         self._runs = 0
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(60)
+        if self._stops:
+            self._server.stop()
 
-    def run(self, world=2, *, seed=0, **order):
-        """``train=[...]`` or ``script=path, arguments=[...]`` on ``world`` processes; waits for all of them."""
+    def run(self, world=2, *, seed=0, train=None, script=None, arguments=(), environment=None, limit=400):
+        """``train=[...]`` or ``script=path, arguments=[...]`` on ``world`` processes; waits for all of them.
+
+        ``limit``: seconds after which those that still run are killed.
+        """
         log = self.folder / f"log{self._runs}"
         self._runs += 1
         log.mkdir()
-        chosen = {"GLOO_PAUSE_MS": self._pause, "GLOO_PAUSE_SEED": seed, **order.pop("environment", {})}
-        order = {
-            name: list(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            for name, value in order.items()
-        }
-        order |= {"world": world, "log": str(log), "environment": chosen}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        statuses = json.loads(self._process.stdout.readline())
-        return Left(statuses, [(log / f"rank{rank}.log").read_text() for rank in range(world)])
+        chosen = {"GLOO_PAUSE_MS": self._pause, "GLOO_PAUSE_SEED": seed, **(environment or {})}
+        chosen = {name: str(value) for name, value in chosen.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+        given = [script, *arguments] if train is None else ["-m", "ullage", "train", *train]
+        order = forked.order_of(
+            [sys.executable, *given], self._server.environment | chosen, ROOT, ranks=world, ends="alone", store="rank"
+        )
+        with contextlib.ExitStack() as opened:
+            logs = [opened.enter_context((log / f"rank{rank}.log").open("w")) for rank in range(world)]
+            nothing = opened.enter_context(open(os.devnull))
+            ranks = self._server.start([file.fileno() for file in (nothing, *logs)], **order)
+        try:
+            ranks.wait(limit)
+        except TimeoutError:  # a rank that another one waits for in vain
+            ranks.end()
+        return Left(ranks.statuses, [(log / f"rank{rank}.log").read_text() for rank in range(world)])
 
     def script(self, name, *arguments, **options):
         """A file of this folder, as a user's script."""

@@ -1,15 +1,13 @@
-"""What each rank does in the tests of ``ullage.engines.fsdp``, and a program that runs a list of such jobs.
+"""What each rank does in the tests of ``ullage.engines.fsdp``, and what runs a list of such jobs.
 
-``python -m tests.support.fsdp_cases JOBS`` imports transformers once and forks every world from there. A job is
-``[world, [[function, arguments], ...]]``: one world runs several cases, each on a topology of its own. It prints, as
-JSON, for each job what each rank returned for each case, ``{"error": ...}`` where it raised.
+A job is ``[world, [[function, arguments], ...]]``: one world runs several cases, each on a topology of its own, and
+returns for each what each rank returned, ``{"error": ...}`` where it raised.
 """
 
 import contextlib
-import json
+import importlib
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -366,26 +364,22 @@ def clip(rank, world):
     return {"norm": first, "true": square**0.5, "after": float(clip_grad_norm(model.parameters()))}
 
 
-def world_cases(rank, world, functions, cases):
+def world_cases(rank, world, module, cases):
+    """What a rank returned for each case, ``[function of the module, arguments]``; ``{"error": ...}`` where it raised."""
+    transformers.logging.set_verbosity_error()
     outcomes = []
     for name, arguments in cases:
         try:
-            outcomes.append(functions[name](rank, world, **arguments))
+            outcomes.append(getattr(importlib.import_module(module), name)(rank, world, **arguments))
         except Exception as error:
             outcomes.append({"error": f"{type(error).__name__}: {error}"})
     return outcomes
 
 
-def run_jobs(functions, jobs):
-    """Print what each rank of each job returned; ``functions``: by the names in the jobs."""
-    results = []
-    for world, cases in jobs:
-        if world == 1:
-            results.append([world_cases(0, 1, functions, cases)])
-        else:
-            results.append(processes.values(processes.run(world_cases, world, functions, cases, method="fork")))
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    run_jobs(globals(), json.loads(sys.argv[1]))
+def run_jobs(jobs, module=__name__, timeout=170):
+    """What each rank of each job ``[world, cases]`` returned; its cases are functions of the module."""
+    options = {"timeout": timeout, "loads": ("torch", "training")}
+    return [
+        processes.values(processes.run(world_cases, world, module, cases, joined=world > 1, **options))
+        for world, cases in jobs
+    ]

@@ -1,17 +1,14 @@
-"""What each rank does in the tests of a sharded model under our Trainer; ``python -m tests.support.fsdp_trainer_cases JOBS``.
+"""What each rank does in the tests of a sharded model under our Trainer.
 
 Jobs are those of ``fsdp_cases``. A plain model trains on one process, a sharded one on any number, on the same samples,
 so their losses can be compared, and each goes on from the other's checkpoint.
 """
 
 import hashlib
-import json
-import sys
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import (
     LlamaConfig,
@@ -129,8 +126,3 @@ def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate
     trainer = fsdp_cases.make_trainer(made, topology, optimizer, max_steps=2)
     trainer.train()
     return {"losses": losses(trainer), "bits": bits.hexdigest(), "count": len(whole), "before": before, "after": after}
-
-
-if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    fsdp_cases.run_jobs(globals(), json.loads(sys.argv[1]))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import processes
+
 STEPS, EVERY = 9, 3
 
 
-def train(folder: str, resume: bool, told: Any, width: int) -> None:
-    """One run with a save after every third step; ``told`` hears of each when its copy is made."""
+def train(rank: int, folder: str, resume: bool, told: str, width: int) -> None:
+    """One run with a save after every third step; a line of the file ``told`` says when the copy of each was made."""
     import torch
 
     from ullage.training import Trainer, TrainingArguments
@@ -33,8 +34,11 @@ def train(folder: str, resume: bool, told: Any, width: int) -> None:
 
     def heard(self: Any, *args: Any) -> None:
         begin(self, *args)
-        if told is not None:
-            told.send(time.monotonic())
+        tell(time.monotonic())
+
+    def tell(seconds: float) -> None:
+        with open(told, "a") as file:
+            file.write(f"{seconds}\n")
 
     BackgroundSave.begin = heard
     torch.manual_seed(0)
@@ -45,8 +49,12 @@ def train(folder: str, resume: bool, told: Any, width: int) -> None:
     )  # fmt: skip
     began = time.monotonic()
     Trainer(Net(), arguments, train_dataset=samples).train(resume_from_checkpoint=resume or None)
-    if told is not None:
-        told.send(time.monotonic() - began)
+    tell(time.monotonic() - began)
+
+
+def heard(told: Path) -> list[float]:
+    """What a run has said so far; a line that is being written is not read."""
+    return [float(line) for line in told.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 @dataclass
@@ -74,31 +82,21 @@ class Runs:
     """Runs forked from a server that has everything loaded. ``width``: of the model, width² weights."""
 
     def __init__(self, folder: Path, width: int = 700) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.preload", "ullage.training.trainer", "deepspeed"])
         self._folder, self._width = folder, width
         self.whole = folder / "whole"
         self.duration = self._finish(self.whole, resume=False)
 
-    def _start(self, folder: Path, resume: bool) -> tuple[Any, Any]:
-        hear, tell = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=train, args=(str(folder), resume, tell, self._width))
-        process.start()
-        tell.close()
-        return process, hear
+    def _start(self, folder: Path, resume: bool) -> tuple[Any, Path]:
+        told = folder.with_name(f"{folder.name}.told")
+        told.write_text("")
+        arguments = (str(folder), resume, str(told), self._width)
+        log = folder.with_name(f"{folder.name}.log")
+        return processes.start(train, 1, *arguments, loads=("torch", "training"), output=log), told
 
     def _finish(self, folder: Path, resume: bool) -> float:
-        process, hear = self._start(folder, resume)
-        said = []
-        while process.is_alive() or hear.poll():
-            try:
-                if hear.poll(0.05):
-                    said.append(hear.recv())
-            except EOFError:
-                break
-        process.join(60)
-        assert process.exitcode == 0, f"exit status {process.exitcode}"
-        return said[-1]
+        process, told = self._start(folder, resume)
+        assert process.wait(240) == [0], folder.with_name(f"{folder.name}.log").read_text()[-4000:]
+        return heard(told)[-1]
 
     def kill(self, number: int, save: int, delay: float) -> Outcome:
         """Kill a new run ``delay`` seconds after the copy of save ``save``; look at what is left, and go on."""
@@ -106,15 +104,16 @@ class Runs:
         from ullage.training.saving.damage import examine
 
         folder = self._folder / f"killed{number}"
-        process, hear = self._start(folder, resume=False)
-        for _ in range(save + 1):
-            assert hear.poll(60), "the run made no save"
-            copied = hear.recv()
+        process, told = self._start(folder, resume=False)
+        until = time.monotonic() + 120
+        while len(heard(told)) <= save:
+            assert time.monotonic() < until, "the run made no save"
+            time.sleep(0.0005)
+        copied = heard(told)[save]
         while time.monotonic() < copied + delay:
             time.sleep(0.0005)
-        killed = process.is_alive()
-        process.kill()
-        process.join()
+        killed = process.poll() == [None]
+        process.end()
         left = sorted(path.name for path in folder.iterdir())
         there = checkpoints_in(folder)
         problems = [f"{path.name} is damaged" for path in there if examine(path).damage]

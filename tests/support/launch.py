@@ -1,32 +1,40 @@
-"""Starts real processes for tests: torchrun on loopback, one thread each, a bound on the time."""
+"""Starts processes for tests: torchrun on loopback, one thread each, a bound on the time."""
 
 import contextlib
-import os
 import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forked import ROOT, TORCHRUN, Process, environment
 
-
-def environment(**extra):
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+__all__ = ["ROOT", "environment", "full_disk", "real_torchrun", "torchrun"]
 
 
 def torchrun(processes, script, *arguments, timeout=240, **extra):
     """Runs a script of the tests on several processes; returns what it printed. Fails with its output.
 
-    ``extra``: environment variables.
+    The ranks are forked from a server that has its imports. ``extra``: environment variables.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *TORCHRUN, processes, script, *arguments]
+    launched = Process(list(map(str, command)), env=environment(PYTHONFAULTHANDLER="1", **extra), cwd=ROOT)
+    try:
+        launched.wait(timeout)
+    except subprocess.TimeoutExpired:
+        launched.ranks.end(signal.SIGABRT)  # at which faulthandler prints the stack of every thread
+        _not_done(timeout, "".join(launched.printed()))
+    output = "".join(launched.printed())
+    assert launched.returncode == 0, output[-6000:]
+    return output
+
+
+def real_torchrun(processes, script, *arguments, timeout=240, **extra):
+    """The same with the real launcher and with interpreters of their own."""
     launcher = subprocess.Popen(
-        [*command, str(script), *map(str, arguments)],
+        list(map(str, [sys.executable, *TORCHRUN, processes, script, *arguments])),
         env=environment(PYTHONFAULTHANDLER="1", **extra),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -36,10 +44,13 @@ def torchrun(processes, script, *arguments, timeout=240, **extra):
     try:
         output = "".join(launcher.communicate(timeout=timeout))
     except subprocess.TimeoutExpired:
-        output = _aborted(launcher)
-        pytest.fail(f"not done in {timeout} s; the end of what it printed, and where it was:\n{output[-20000:]}")
+        _not_done(timeout, _aborted(launcher))
     assert launcher.returncode == 0, output[-6000:]
     return output
+
+
+def _not_done(timeout, output):
+    pytest.fail(f"not done in {timeout} s; the end of what it printed, and where it was:\n{output[-20000:]}")
 
 
 def _aborted(launcher):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
@@ -13,7 +12,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.launch import ROOT, environment
+from tests.support.forked import ROOT, environment, shell_tools
 from tests.support.page_blocks import SHELL, Block, added
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -54,12 +53,15 @@ def prepare(blocks: list[Block], folder: Path, made_by_python: Path) -> None:
 
 
 def run_shell(text: str, folder: Path, home: Path, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    """Runs a block as bash would for a user of this environment: any command that fails fails the block."""
+    """Runs a block as bash would for a user of this environment: any command that fails fails the block.
+
+    Where it starts ``python``, ``ullage`` or ``torchrun``, they are forks.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        **shell_tools(home / ".tools"),
         # torchrun without --standalone meets at a fixed port
         "PET_MASTER_PORT": str(port),
         "COLUMNS": "120",

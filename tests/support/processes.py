@@ -1,10 +1,13 @@
-"""Real processes for tests: a function on every rank of a gloo world on the loopback, and what each rank returned.
+"""Processes for tests: a function on every rank of a gloo world on the loopback, and what each rank returned.
 
 The processes are forked from a server that has everything loaded, so sixteen of them start in about a second.
 """
 
+import base64
 import json
 import os
+import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -13,16 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.support.forked import ROOT, environment, server
 
 TIMEOUT = 60
-
-
-def _context(method):
-    context = mp.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["tests.support.preload"])
-    return context
 
 
 def _rank(rank, world, folder, function, arguments, timeout, joined):
@@ -53,33 +50,56 @@ def join(rank, world, store, timeout=TIMEOUT):
     )
 
 
-def run(function, world, *arguments, timeout=TIMEOUT, deaths=(), method="forkserver", joined=True):
+def start(function, world, *arguments, loads=("torch",), output=None, store=None, **extra):
+    """``function(rank, *arguments)`` in ``world`` forks, which end alone: as :class:`tests.support.forked.Ranks`.
+
+    ``function``: one of a module's. ``loads``: what the server has imported before. ``output``: a file for what they
+    print. ``store``: ``"rank"`` if variables say where rank 0 is to be met. ``extra``: environment variables.
+    """
+    call = base64.b64encode(pickle.dumps((function, arguments))).decode()
+    with open(os.devnull) as nothing, open(output or os.devnull, "w") as printed:
+        return server().start(
+            [nothing.fileno(), printed.fileno(), 2 if output is None else printed.fileno()],
+            call=call, ranks=world, environment=environment(**extra), directory=str(ROOT), loads=list(loads),
+            ends="alone", store=store,
+        )  # fmt: skip
+
+
+def call(function, *arguments, loads=("torch",), timeout=240):
+    """``function(0, *arguments)`` in one process; raises ``RuntimeError`` with what it printed if it fails."""
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        ranks = start(function, 1, *arguments, loads=loads, output=log.name)
+        try:
+            statuses = ranks.wait(timeout)
+        except TimeoutError:
+            ranks.end(signal.SIGABRT)
+            raise
+        if statuses != [0]:
+            raise RuntimeError(f"exit status {statuses[0]}:\n{log.read()[-6000:]}")
+
+
+def run(function, world, *arguments, timeout=TIMEOUT, deaths=(), joined=True, loads=("torch",)):
     """``function(rank, world, *arguments)`` on every rank: dicts with ``value``, or ``error`` and ``traceback``.
 
-    A rank in ``deaths`` is expected to die and has ``None``. ``method``: ``"fork"`` from a process that has loaded more
-    than the server. ``joined``: whether the ranks meet before the function. Fails if a rank ends otherwise, or not at all.
+    A rank in ``deaths`` is expected to die and has ``None``. ``joined``: whether the ranks meet before the function.
+    ``loads``: what the server has imported. Fails if a rank ends otherwise, or not at all.
     """
-    context = _context(method)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank, args=(rank, world, folder, function, arguments, timeout, joined), daemon=True)
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        ranks = start(_rank, world, world, folder, function, arguments, timeout, joined, loads=loads)
         paths = [Path(folder) / f"{rank}.json" for rank in range(world)]
         until = time.monotonic() + 2 * timeout + TIMEOUT
         waiting = list(range(world))
         while waiting and time.monotonic() < until:
-            waiting = [r for r in range(world) if not paths[r].exists() and processes[r].is_alive()]
+            statuses = list(ranks.poll())
+            waiting = [r for r in range(world) if not paths[r].exists() and statuses[r] is None]
             if any(path.exists() and "error" in json.loads(path.read_text()) for path in paths):
                 until = min(until, time.monotonic() + 10)  # the others may be waiting for the one that failed
             time.sleep(0.02)
         (Path(folder) / "leave").touch()
-        for process in processes:
-            process.join(5 if not waiting else 0)
-            if process.is_alive():
-                process.kill()
+        try:
+            ranks.wait(5 if not waiting else 0)
+        except TimeoutError:
+            ranks.end()
         outcomes = [json.loads(path.read_text()) if path.exists() else None for path in paths]
         errors = [outcome["traceback"] for outcome in outcomes if outcome and "error" in outcome]
         assert not waiting, f"ranks {waiting} hang; errors of the others: {errors[:1]}"

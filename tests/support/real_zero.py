@@ -10,16 +10,13 @@ of DeepSpeed's own flat buffer (the address of the parameter in it), not from an
     truth.tag_folder                       # folder/global_step7
     truth.tensor("w", "exp_avg")           # what a converted checkpoint must hold, bit for bit
 
-The writer runs in a child process (DeepSpeed is imported once, each rank is a fork), so no state leaks into the test.
+The writer runs in a fork of the tests' server, and each rank in a fork of that, so no state leaks into the test.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
-import json
 import os
-import subprocess
 import sys
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -160,80 +157,34 @@ def _replicated(recipe: Recipe, name: str) -> bool:
     return any(re.match(pattern, name) for which in lists for pattern in info.get(which, []))
 
 
-_server: subprocess.Popen[str] | None = None
-
-
 def write(folder: Path | str, recipe: Recipe) -> Truth:
     """Writes ``folder/<tag>`` and ``folder/latest`` and says what is in them. Raises what the writer raised."""
-    global _server
-    if _server is None or _server.poll() is not None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-        _server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        atexit.register(_stop, _server)
-    assert _server.stdin is not None
-    assert _server.stdout is not None
+    from tests.support import processes
+
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _server.stdin.write(json.dumps({"folder": str(folder), "recipe": asdict(recipe)}) + "\n")
-    _server.stdin.flush()
-    reply = json.loads(_server.stdout.readline() or '{"error": "the writer died"}')
-    if reply["error"]:
-        raise RuntimeError(f"DeepSpeed did not write the checkpoint:\n{reply['error']}")
+    processes.call(_write, str(folder), asdict(recipe), loads=("torch", "training"))
     return Truth(Path(folder), recipe)
 
 
-def _stop(server: subprocess.Popen[str]) -> None:
-    for pipe in (server.stdin, server.stdout):
-        if pipe is not None:
-            pipe.close()
-    server.kill()
-    server.wait()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The writer, in its own process.
+# The writer, in a process of its own.
 
 
-def _serve() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed prints: keep it off the replies
+def _write(rank: int, folder: str, recipe: dict[str, Any]) -> None:
     import logging
     import warnings
 
+    import deepspeed
     import torch
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    import deepspeed
-
     deepspeed.utils.logger.setLevel("ERROR")
-    import deepspeed.module_inject.auto_ep_config
-    import deepspeed.pipe
-    import deepspeed.runtime.pipe.engine
-    import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler: seconds that each fork would spend again
-    import deepspeed.runtime.zero.stage3
-
-    from ullage.training.deepspeed import init_distributed
-
-    assert init_distributed  # imported before the forks
     torch.set_num_threads(1)
-    for recipe in (
-        Recipe(optimizer=o, groups=[{"w": (2, 2)}]) for o in STATE_KEYS
-    ):  # import here what a fork would need
-        weight = torch.zeros(4, requires_grad=True)
-        weight.grad = torch.zeros(4)
-        _optimizer(recipe, [{"params": [weight]}]).step()
     gc.freeze()  # DeepSpeed collects garbage in every fork, which would copy every page that holds an object
-    for line in sys.stdin:
-        request = json.loads(line)
-        error = _write_all_ranks(request["folder"], Recipe(**request["recipe"]))
-        replies.write(json.dumps({"error": error}) + "\n")
-        replies.flush()
+    error = _write_all_ranks(folder, Recipe(**recipe))
+    if error:
+        raise RuntimeError(f"DeepSpeed did not write the checkpoint:\n{error}")
 
 
 def _write_all_ranks(folder: str, recipe: Recipe, parallel: int = 2) -> str:
@@ -626,7 +577,3 @@ def _partitions(zero: Any, recipe: Recipe, dp_rank: int):
                 fragments.append((param, begin - low, begin - at, end - begin))
         found.append((master, fragments))
     return found
-
-
-if __name__ == "__main__":
-    _serve()

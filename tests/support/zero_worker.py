@@ -8,9 +8,7 @@ imports. They talk over gloo on the loopback. Every rank of a run gets the same 
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import socket
 import traceback
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from tests.support import processes
 
 GLOBAL_BATCH = 24
 FEATURES = 6
@@ -205,23 +205,13 @@ def run(job: Job, rank: int) -> dict[str, Any]:
     return out
 
 
-def rank_main(job: Job, rank: int, port: int) -> None:
+def rank_main(rank: int, job: Job) -> None:
     """One rank: always leaves a result, of its error too, so that a failing test can show it."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
     torch.set_num_threads(1)
-    log = os.open(job.results / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     from ullage.training.deepspeed import init_distributed
 
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=job.world,
-        timeout=datetime.timedelta(seconds=60),
+        "gloo", rank=rank, world_size=job.world, timeout=datetime.timedelta(seconds=60)
     )
     init_distributed("gloo")
     try:
@@ -236,23 +226,15 @@ def rank_main(job: Job, rank: int, port: int) -> None:
 
 def launch(job: Job, timeout: float = 240) -> list[dict[str, Any]]:
     """Runs ``job`` on ``job.world`` processes; results in rank order. Raises ``RuntimeError`` if a rank left none."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     job.results.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", "ullage.training.deepspeed", __name__])
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    ranks = [context.Process(target=rank_main, args=(job, rank, port), daemon=True) for rank in range(job.world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
+    log = job.results / "log"
+    ranks = processes.start(rank_main, job.world, job, loads=("torch", "training"), output=log, store="rank")
+    try:
+        ranks.wait(timeout)
+    except TimeoutError:
+        ranks.end()
     files = [job.results / f"{rank}.pt" for rank in range(job.world)]
     missing = [rank for rank, path in enumerate(files) if not path.exists()]
     if missing:
-        raise RuntimeError(f"ranks {missing} of {job} left no result")
+        raise RuntimeError(f"ranks {missing} of {job} left no result:\n{log.read_text()[-4000:]}")
     return [torch.load(path, weights_only=False) for path in files]

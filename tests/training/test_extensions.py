@@ -50,7 +50,7 @@ def make_a_trainer(rank, world, folder):
 
 @pytest.mark.parametrize("start", [start_communication, make_a_trainer])
 def test_deepspeeds_communication_starts_without_a_compiler(start, tmp_path):
-    outcome = processes.run(start, 1, tmp_path, method="fork")
+    outcome = processes.run(start, 1, tmp_path, loads=("torch", "training"))
     assert processes.values(outcome) == [True]
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +66,7 @@ def compile_an_optimizer(rank, world, folder):
 
 
 def test_an_optimizer_that_cannot_be_compiled_is_said_in_one_line(tmp_path):
-    (said,) = processes.values(processes.run(compile_an_optimizer, 1, tmp_path, method="fork"))
+    (said,) = processes.values(processes.run(compile_an_optimizer, 1, tmp_path, loads=("torch", "training")))
     assert said.startswith("the run cannot begin: found ")
     assert "\n" not in said
 

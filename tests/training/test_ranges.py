@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import zlib
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
 from tests.support.real_zero import Recipe
 from tests.support.zero_worker import Job, launch
@@ -85,7 +85,7 @@ def test_what_deepspeeds_own_converter_wrote_is_read_bit_for_bit(tmp_path: Path,
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
     command += ["--output_folder", str(tmp_path / "sources" / "converted" / "global_step7_universal")]
     command += ["--inject_missing_state", "--num_extract_workers", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(source)
     (source.parent / "latest").unlink(missing_ok=True)

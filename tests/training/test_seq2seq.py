@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from tests.support.launch import ROOT, torchrun
+from tests.support.launch import ROOT, real_torchrun
 
 pytestmark = pytest.mark.distributed
 
 
 def _result(processes, folder):
-    output = torchrun(processes, ROOT / "tests" / "support" / "seq2seq_script.py", folder, processes)
+    output = real_torchrun(processes, ROOT / "tests" / "support" / "seq2seq_script.py", folder, processes)
     (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
 

@@ -110,8 +110,12 @@ def sharding_on_cpus(arguments: Any) -> Iterator[None]:
     Nor does where an accelerator was made before: its kind of training is settled (:func:`require_sharding`).
     """
     state: Any = getattr(arguments, "distributed_state", None)
-    on_cpus = state is not None and state.distributed_type == DistributedType.MULTI_CPU
-    if not on_cpus or not is_asked_for(arguments) or AcceleratorState._shared_state:
+    if (
+        state is None
+        or state.distributed_type != DistributedType.MULTI_CPU
+        or not is_asked_for(arguments)
+        or AcceleratorState._shared_state
+    ):
         yield
         return
     before = os.environ.get(_ASKED)

@@ -1,0 +1,101 @@
+"""Processes that the tests fork are as new interpreters: what they see, how they end, and what they cannot be."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import forked
+from tests.support.launch import torchrun
+
+PYTHON = [sys.executable]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script and gives its path."""
+
+    def write(text):
+        (tmp_path / "script.py").write_text(text)
+        return tmp_path / "script.py"
+
+    return write
+
+
+def test_a_process_sees_its_own_arguments_folder_and_variables(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASKED", "yes")
+    path = script("import os, sys; print(__name__, __file__, sys.argv, os.getcwd(), os.environ['ASKED'], input())")
+    done = forked.run([*PYTHON, path, "a b"], cwd=tmp_path, input="typed", text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"__main__ {path} ['{path}', 'a b'] {tmp_path} yes typed\n"
+
+
+def test_nothing_of_a_process_is_left_for_the_next(script):
+    path = script(
+        "import random, sys, numpy, torch, torch.distributed as dist\n"
+        "print(hasattr(torch, 'left'), dist.is_initialized(), 'tests.support.packing_script' in sys.modules)\n"
+        "torch.left = True\nimport tests.support.packing_script\n"
+        "print(torch.initial_seed(), random.random(), numpy.random.rand())"
+    )
+    first, second = (forked.run([*PYTHON, path]).stdout.split() for _ in range(2))
+    assert first[:3] == second[:3] == ["False"] * 3
+    assert first[3] == second[3]  # torch's is one number
+    assert first[4] != second[4]
+    assert first[5] != second[5]
+
+
+def test_a_name_that_a_module_lacks_fails_the_test(script):
+    path = script("from ullage.training import Trainer, no_such_name")
+    with pytest.raises(AssertionError, match="cannot import name 'no_such_name'"):
+        torchrun(2, path)
+    with pytest.raises(AssertionError, match="No module named 'ullage\\.no_such_module'"):
+        torchrun(2, script("import ullage.no_such_module"))
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("raise ValueError", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import os; os.abort()", -6),
+        ("raise KeyboardInterrupt", -2),
+        ("import atexit, os; atexit.register(os._exit, 5)", 5),
+        ("import os\nclass Last:\n    def __del__(self, leave=os._exit): leave(6)\nlast = Last()", 6),
+    ],
+)
+def test_a_process_ends_with_the_status_that_its_interpreter_ends_with(text, status):
+    assert subprocess.run([*PYTHON, "-c", text], capture_output=True).returncode == status
+    assert forked.run([*PYTHON, "-c", text]).returncode == status
+
+
+def test_a_rank_that_fails_ends_the_others_and_all_that_they_printed_is_there(script):
+    path = script(
+        "import os, sys, time; print('rank', os.environ['RANK'])\n"
+        "sys.exit('no more') if os.environ['RANK'] == '1' else time.sleep(500)"
+    )
+    with pytest.raises(AssertionError, match="no more") as raised:
+        torchrun(2, path)
+    assert "rank 0" in str(raised.value)
+
+
+def test_ranks_that_are_not_done_in_time_are_ended_and_say_where_they_were(script):
+    path = script("import time\ndef wait():\n    time.sleep(500)\nwait()")
+    with pytest.raises(pytest.fail.Exception, match=r"not done in 3 s(.|\n)*in wait"):
+        torchrun(2, path, timeout=3)
+
+
+def test_what_is_read_at_an_import_needs_a_real_process(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
+        forked.run([*PYTHON, "-c", "pass"])
+    with pytest.raises(ValueError, match="real process"):
+        forked.run([*PYTHON, "-I", "-c", "pass"])
+
+
+def test_a_shell_finds_the_forks_and_their_status(tmp_path):
+    tools = {**os.environ, **forked.shell_tools(tmp_path / "tools")}
+    text = "python -c 'import sys, torch; print(len(sys.modules) > 2000, sys.argv[1])' a | cat; python -c 'exit(7)'"
+    done = subprocess.run(["bash", "-c", text], env=tools, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "True a\n", "")
