@@ -71,7 +71,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     sizes["dp_replicate"] = parallel.dp_replicate
 
     def write(place: Path) -> None:
-        chunks.write_folder(state, place)
+        chunks.save_chunks(state, place)
         # Every rank writes its own chunks; what is the same everywhere is written by one.
         if rank_here() == 0:
             model.config.save_pretrained(place)
@@ -136,7 +136,7 @@ def load(
     # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is
     # then moved over.
     targets = {name: chunks.writable(value) for name, value in weights.items()}
-    chunks.read_folder({"model": targets}, folder)
+    chunks.load_chunks({"model": targets}, folder)
     chunks.copy_back(weights, targets)
     if loader is not None:
         loader.load(settings)

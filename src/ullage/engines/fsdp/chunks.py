@@ -21,13 +21,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ullage.core.errors import CheckpointError, listed
 
 
-def read_folder(state: dict[str, Any], folder: Path) -> None:
+def load_chunks(state: dict[str, Any], folder: Path) -> None:
     """Fill ``state`` in place, of any layout. Collective. Raises ``CheckpointError`` on every rank."""
     with _quietly("read", folder):
         load(state, checkpoint_id=folder)
 
 
-def write_folder(state: dict[str, Any], folder: Path) -> None:
+def save_chunks(state: dict[str, Any], folder: Path) -> None:
     """Write ``state`` into an empty folder. Collective. Raises ``CheckpointError`` on every rank."""
     with _quietly("written", folder):
         save(state, checkpoint_id=folder)

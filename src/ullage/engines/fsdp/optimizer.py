@@ -228,12 +228,12 @@ class DistributedOptimizer:
             listed[i] |= {key: value for key, value in group.items() if f"{_GROUPS}{i}.{key}" in self._items}
             listed[i]["params"] = []
         if count:
-            chunks.read_folder({"optim": {"param_groups": listed}}, self._folder)
+            chunks.load_chunks({"optim": {"param_groups": listed}}, self._folder)
         return [(group, group["params"]) for group in listed]
 
     def fill(self, held: States) -> None:
         targets = {name: {key: chunks.writable(v) for key, v in state.items()} for name, state in held.items()}
-        chunks.read_folder({"optim": {"state": targets}}, self._folder)
+        chunks.load_chunks({"optim": {"state": targets}}, self._folder)
         for name, state in held.items():
             chunks.copy_back(state, targets[name])
 
