@@ -28,7 +28,7 @@ def test_every_byte_that_is_sent_arrives_where_the_plan_wants_it(monkeypatch, ra
     for axis in axes:
         first = int(gathered.offsets[axis.rank])
         mine = Columns.read(samples[first : first + int(counts[axis.rank])])
-        parcel = transfer.write(mine, plan.lengths, route(plan, gathered, axis.rank), first, axis, alone)
+        parcel = transfer.write_blocks(mine, plan.lengths, route(plan, gathered, axis.rank), first, axis, alone)
         parcels.append(parcel)
         schemas.append(mine.schema or Schema())
         for to, block in enumerate(parcel.payload.clone().split(parcel.sizes)):

@@ -115,7 +115,7 @@ def room(monkeypatch):
         monkeypatch.setattr(DeviceMemory, "limit", lambda self, given: self.ground + size)
 
     monkeypatch.setattr(CapacityFinder, "_forward_and_backward", noting)
-    monkeypatch.setattr(DeviceMemory, "taken", lambda self: 2**13 * tokens[-1])
+    monkeypatch.setattr(DeviceMemory, "peak", lambda self: 2**13 * tokens[-1])
     give(4 * 2**20)
     return give
 
