@@ -42,6 +42,18 @@ def test_every_room_is_in_the_table_and_every_row_is_a_room():
     assert sorted(rooms()) == sorted(there)
 
 
+def test_the_drawing_has_every_room_on_a_floor_that_agrees_with_the_table():
+    drawing = (ROOT / "docs" / "assets" / "house.svg").read_text()
+    floors = {}
+    for y, room in re.findall(r'<text x="[\d.]+" y="(\d+)" text-anchor="middle">(\w+)</text>', drawing):
+        floors[room] = -int(y)
+    listed = [room.partition(".")[0] for room in rooms()]
+    assert floors.keys() == set(listed)
+    assert max(floors["core"], floors["ranks"]) < min(y for room, y in floors.items() if room not in ("core", "ranks"))
+    rest = [floors[room] for room in listed if room not in ("core", "ranks")]
+    assert rest == sorted(rest)
+
+
 def test_no_room_imports_one_below_it():
     assert house.upward(TREE, [*rooms(), "__main__"]) - UPWARD == set()
 
