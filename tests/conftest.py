@@ -2,10 +2,12 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.support import matrices
 from tests.support.locks import remove_abandoned_locks
 
 settings.register_profile("ullage", deadline=None)
@@ -17,6 +19,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_BUILD_OPS", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--matrix-seed", help="draws the cases of tests marked matrix; 'whole' runs all; default: the commit"
+    )
+
+
+def pytest_configure(config):
+    if config.option.matrix_seed is None:  # workers of xdist get the options of the program that starts them
+        config.option.matrix_seed = matrices.seed_of_commit(Path(__file__).parent)
+
+
+def pytest_report_header(config):
+    return f"matrices: a part of each, --matrix-seed {config.option.matrix_seed}"
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m have chosen
+def pytest_collection_modifyitems(config, items):
+    items[:], left_out = matrices.part(items, config.option.matrix_seed)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_sessionstart(session):
