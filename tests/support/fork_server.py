@@ -135,6 +135,8 @@ def launch(order, files, connection):
     store = None
     if order["store"] is not None:
         store = socket.socket()
+        # So rank 0 may listen at the port that the launcher holds until all ranks are there.
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         store.bind(("127.0.0.1", 0))
         if order["store"] == "launcher":
             store.listen(128)
