@@ -238,12 +238,11 @@ def test_rows_of_several_sequences_are_taken_apart(tmp_path):
 
 
 def test_images_are_refused_under_packing(tmp_path):
-    from types import SimpleNamespace
-
-    from ullage.training.step.packable import refuse_images
-
+    trainer = make_sft("llama", tmp_path, **PACKED)
+    trainer._packer.require_packable()
+    trainer._is_vision_dataset = True  # as TRL marks a trainer whose data have a column of images
     with pytest.raises(InputError, match="images cannot be packed"):
-        refuse_images(SimpleNamespace(_is_vision_dataset=True))
+        trainer._packer.require_packable()
 
 
 def test_a_collator_of_trls_is_taken_under_packing(tmp_path):
