@@ -7,7 +7,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``batches.reading``)
 ``Packer``          plans a step, exchanges it, and trains on its microbatches (``step.packing``)
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``step.drawing``)
-``Evaluator``       evaluates, and puts samples back together (``evaluation``)
+``Evaluator``       evaluates, and puts samples back together (``evaluator``)
 ``Rehearsal``       evaluates a few samples before the first step (``run``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``run``)
 ``Continuation``    finds and converts the checkpoint to continue from (``saving``)
@@ -30,17 +30,19 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.core.errors import TrainingError
+from ullage.core.errors import InputError, TrainingError
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
+from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
-from ullage.training.evaluation.evaluator import Evaluator, evaluation_loader
+from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
@@ -54,10 +56,9 @@ from ullage.training.setup.sharding import data_ranks, require_trainable, shardi
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
 from ullage.training.step.metering import TokenMeter
-from ullage.training.step.noise import NoiseHooks
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl.losses import padded_loss_of
+from ullage.training.trl_losses import padded_loss_of
 
 logger = logging.get_logger(__name__)
 
@@ -439,7 +440,7 @@ class RaggedTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Each sample once (:meth:`ullage.training.evaluation.evaluator.Evaluator.run`).
+        """Each sample once (:meth:`ullage.training.evaluator.Evaluator.run`).
 
         A trainer with an evaluation of its own runs that.
         """
@@ -476,3 +477,57 @@ def require_finite(norm: Any, step: int) -> None:
             hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
             "the weights are those before this step",
         )
+
+
+class NoiseHooks:
+    """Hooks that add NEFTune's noise to what a model embeds while it trains. ``remove()`` takes them off.
+
+    NEFTune adds noise from the uniform distribution over ±alpha / sqrt(L · d) to the embeddings [L, d] of a sequence.
+    transformers takes the row's length for L, so a sequence in a packed row would get less noise the more neighbours it
+    has. Here each sequence has its own L. Padded rows keep transformers' own hook. Source: Jain et al. 2023,
+    arXiv:2310.05914; transformers 5.23 ``integrations/neftune.py``.
+
+    ``model`` as it is called; ``embedding``: its input embedding, with transformers' ``neftune_noise_alpha``. Raises
+    ``InputError`` for a recurrent model.
+    """
+
+    def __init__(self, model: nn.Module, embedding: nn.Module) -> None:
+        # A recurrent backbone reorders tokens before it embeds them, so a hook on its embedding cannot tell whose they
+        # are.
+        if any(isinstance(module, RecurrentModel) for module in model.modules()):
+            raise InputError(
+                "a recurrent model takes no noise on its embeddings",
+                where="TrainingArguments.neftune_noise_alpha",
+                found=embedding.neftune_noise_alpha,
+                hint="leave it out",
+            )
+        self._lengths: Tensor | None = None
+        self._handles = [
+            model.register_forward_pre_hook(self._read_lengths, with_kwargs=True),
+            embedding.register_forward_hook(self._add),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _read_lengths(self, model: nn.Module, positional: Any, keywords: dict[str, Any]) -> None:
+        """Note how long the sequence of each token is, [T] in the order of the row; None for padded rows."""
+        bounds = keywords.get("cu_seq_lens_q")
+        self._lengths = None
+        if bounds is not None:
+            # Of the bounds [0, 3, 5], the lengths are [3, 2], and by token [3, 3, 3, 2, 2].
+            lengths = torch.as_tensor(bounds).diff()
+            self._lengths = lengths.repeat_interleave(lengths)
+
+    def _add(self, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        lengths = self._lengths
+        # Also where something embeds other tokens than the batch's, such as a second call within forward.
+        if lengths is None or output.shape[:-1].numel() != len(lengths):
+            return neftune_post_forward_hook(embedding, inputs, output)
+        if not embedding.training:
+            return output
+        by_token = lengths.view(output.shape[:-1]).to(output.device)
+        bound = embedding.neftune_noise_alpha / (by_token * output.shape[-1]).sqrt()  # pyright: ignore
+        return output + torch.zeros_like(output).uniform_(-1, 1) * bound[..., None].to(output.dtype)

@@ -20,8 +20,7 @@ from ullage.checkpoint.conversion.copying import write_at
 from ullage.checkpoint.conversion.journal import Unit
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources
-from ullage.checkpoint.files.archive import Payload, Target
-from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.archive import Payload, Target, combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64

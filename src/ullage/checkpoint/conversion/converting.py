@@ -17,9 +17,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.conversion import checksums, copying, uploading
+from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
-from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
+from ullage.checkpoint.conversion.destination import (
+    Upload,
+    disk_error,
+    partial_of,
+    point_to,
+    require_paths,
+    require_writable,
+)
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.paths import checkpoint_path, is_remote
@@ -141,7 +148,7 @@ def convert(
         mark = mark_of(inventory, targets, options)
     job = _Job(inventory, targets, target, mark, report, progress, options)
     if is_remote(target):
-        upload = uploading.Upload(inventory, target, mark)
+        upload = Upload(inventory, target, mark)
         upload.require_possible()
         job.run_to_store(upload)
     else:
@@ -237,7 +244,7 @@ class _Job:
             if journal is not None:
                 journal.close()
 
-    def run_to_store(self, upload: uploading.Upload) -> None:
+    def run_to_store(self, upload: Upload) -> None:
         """Make the target in a spool of this machine, and upload it; the progress is half of each."""
         pointer, done = formats.POINTERS.get(self.options["format"]), 0
 

@@ -30,7 +30,7 @@ from ullage.checkpoint.conversion.checksums import compare_runs
 from ullage.checkpoint.core.manifest import BLOCK_BYTES
 from ullage.checkpoint.core.numbers import Bytes
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
-from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.archive import combine
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
 from ullage.core.replacing import replaced

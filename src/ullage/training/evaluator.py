@@ -32,7 +32,7 @@ from ullage.ranks.wire import gather_objects
 from ullage.ranks.world import agreement, gather
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
-from ullage.training.evaluation.predicting import (
+from ullage.training.predicting import (
     BySample,
     Frame,
     Predictor,
