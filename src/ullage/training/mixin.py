@@ -133,7 +133,7 @@ class RaggedTrainerMixin(_Base):
         # which already calls some of the methods below.
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
-        self._packer = Packer(self, self._reader, padded_loss_of)
+        self._packer = Packer(self, self._reader, self.meter, padded_loss_of)
         self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
@@ -269,12 +269,12 @@ class RaggedTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Those of a sharded model are loaded with the optimizer's state.
         if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
-            with fsdp.read_as_written(self, Path(resume_from_checkpoint)):
+            with fsdp.read_as_written(self.accelerator, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._continuation.loads_optimizer(checkpoint):
-            with fsdp.read_as_written(self, None if checkpoint is None else Path(checkpoint)):
+            with fsdp.read_as_written(self.accelerator, None if checkpoint is None else Path(checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -332,7 +332,7 @@ class RaggedTrainerMixin(_Base):
     @contextlib.contextmanager
     def _drawn_over_dp(self) -> Iterator[None]:
         """Within it accelerate divides batches among the ranks that draw different ones."""
-        state, (rank, number) = self.accelerator.state, data_ranks(self)
+        state, (rank, number) = self.accelerator.state, data_ranks(self.model, self.args)
         with replaced(state, "process_index", rank), replaced(state, "num_processes", number):
             yield
 
@@ -399,7 +399,7 @@ class RaggedTrainerMixin(_Base):
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
             # Added up over all ranks, of which some share their batches.
-            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self)[1])
+            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self.model, self.args)[1])
         if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.call_metrics import Taken
+
+if TYPE_CHECKING:
+    import transformers
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQue
 class Predictor:
     """Predictions of a trainer's model. ``trainer``: whose model and arguments count. ``reader``: of its batches."""
 
-    def __init__(self, trainer: Any, reader: BatchReader) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self._frame: Frame | None = None
 

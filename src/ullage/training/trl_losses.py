@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from ullage.core.replacing import replaced
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.loss.divisions import nearest_in, shares
 from ullage.training.step.padded_loss import PaddedLoss
+
+if TYPE_CHECKING:
+    import transformers
 
 #: Losses of DPO that a part of the batch does not have, and why.
 _OF_THE_BATCH = {
@@ -356,7 +359,7 @@ _KINDS: dict[str, type[PaddedLoss]] = {
 }
 
 
-def padded_loss_of(trainer: Any) -> PaddedLoss | None:
+def padded_loss_of(trainer: transformers.Trainer) -> PaddedLoss | None:
     """What packs a trainer whose loss takes padded rows; None for any other trainer."""
     kind = nearest_in(_KINDS, type(trainer))
     return None if kind is None else kind(trainer)

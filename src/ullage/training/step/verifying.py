@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packable import make_packable
+
+if TYPE_CHECKING:
+    import transformers
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class PackingProof:
         last: the last proof of this rank, None before.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
         self.last: Proof | None = None
