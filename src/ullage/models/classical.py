@@ -245,6 +245,7 @@ _rnn.register_autograd(_rnn_gradients, setup_context=_rnn_setup)
 
 def _states_before(output: Tensor, state: Tensor, rows: list[int]) -> Tensor:
     """The state before each step [size, H]: the output of the step before, of the sequences that still run."""
+    # Of rows [3, 2, 1] those are the first states of a, b and c, then the outputs of a and b in step 0, and of a in 1.
     before = [out[:count] for out, count in zip(output.split(rows)[:-1], rows[1:], strict=True)]
     return torch.cat([state[: rows[0]], *before])
 

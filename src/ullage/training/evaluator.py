@@ -38,7 +38,7 @@ from ullage.training.predicting import (
     Predictor,
     Record,
     as_tensors,
-    concatenated,
+    concatenate_blocks,
     each_part,
     missing_labels,
 )
@@ -290,7 +290,7 @@ class Evaluator:
         """What ``compute_metrics`` makes of a step. ``ranks``: what each has kept of it, if not repeated."""
         compute: Any = self._trainer.compute_metrics
         steps = {name: [block for held in ranks for block in held.get(name, [])] for name in _KINDS}
-        found = {name: concatenated(blocks) if blocks else None for name, blocks in steps.items()}
+        found = {name: concatenate_blocks(blocks) if blocks else None for name, blocks in steps.items()}
         if found["predictions"] is None or found["labels"] is None:
             return None
         device = None if self.predictor.by_sample else self._trainer.args.device

@@ -35,7 +35,7 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import CheckpointError
 
 
@@ -65,11 +65,11 @@ class Report(Shown):
 
     def _facts(self) -> Iterator[str]:
         yield f"{self.format}{', dry run' if self.dry_run else ''}"
-        yield counted(self.num_tensors, "tensor")
-        yield f"{counted(self.num_bytes, 'byte')} in {counted(self.num_files, 'file')}"
+        yield quantity(self.num_tensors, "tensor")
+        yield f"{quantity(self.num_bytes, 'byte')} in {quantity(self.num_files, 'file')}"
         yield f"{self.seconds:.2f} s"
         if self.not_finite:
-            yield f"{counted(len(self.not_finite), 'tensor')} with NaN or Inf"
+            yield f"{quantity(len(self.not_finite), 'tensor')} with NaN or Inf"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""

@@ -81,6 +81,8 @@ def combine(crcs: Int64, num_bytes: Int64, owner: Int64) -> Int64:
     if len(crcs) == 0:
         return result.astype(np.int64)
     # A part's sum is moved over the bytes that follow it within its owner; then the sums of one owner are added (XOR).
+    # Parts of 3, 4 and 2 bytes, of which the first two are of one owner: ``end_of`` is [7, 7, 9], so the sum of the
+    # first part is moved over the 4 bytes of the second, and the others stay.
     total = np.cumsum(num_bytes)
     last = np.concatenate([owner[1:] != owner[:-1], [True]])
     end_of = total[last][np.cumsum(np.concatenate([[0], last[:-1]]))]

@@ -227,7 +227,7 @@ def read_shards(folder: Folder) -> Inventory:
     found = _Trained(joining, world)
     for model_rank in model_ranks:
         found.read(model_rank)
-    tensors, twins = joining.joined(found.slices)
+    tensors, twins = joining.join(found.slices)
     # 3. Tensors that no optimizer holds.
     trained = {name for name, _ in found.slices}
     others = untrained_experts(folder, trained)

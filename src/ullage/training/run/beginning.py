@@ -207,12 +207,12 @@ def require_same_run(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapp
             "ranks hold different training data, so samples would be trained twice or never",
             where="train_dataset",
             expected="the same samples in the same order on every rank",
-            found=by_rank([_told(each) for each in data]),
+            found=by_rank([_description(each) for each in data]),
             hint="load, filter and shuffle alike on every rank (with one seed): the Trainer deals samples out to ranks",
         )
 
 
-def _told(data: Mapping[str, Any]) -> str:
+def _description(data: Mapping[str, Any]) -> str:
     parts = [f"{data['length']:,} samples" if "length" in data else f"{data['kind']} without a length"]
     if "ends" in data:
         parts += [f"of {data['ends']} tokens", f"content {data['content'][:8]}"]

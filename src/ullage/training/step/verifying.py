@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.mixers import call_equally_often, is_packed
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
@@ -170,7 +170,7 @@ class PackingProof:
         name = type(self._reader.model).__name__
         _logger.info(
             "packing proved on %s of %s tokens: %s, %s; %d tokens in %.2f s",
-            counted(len(proof.lengths), "sequence"),
+            quantity(len(proof.lengths), "sequence"),
             ", ".join(map(str, proof.lengths)),
             name,
             way,
