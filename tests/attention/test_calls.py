@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ullage.attention.calls import given, holders, module_calls
+from ullage.attention.support import given, holders, module_calls
 
 
 class Asking(nn.Module):

@@ -75,10 +75,10 @@ def test_both_ways_are_exact_while_one_request_in_twenty_fails(store, written, t
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
 def test_large_files_go_in_parts_and_come_back(store, written, tmp_path, monkeypatch, format):
-    from ullage.checkpoint.conversion import uploading
+    from ullage.checkpoint.conversion import destination
 
     # Every file by the driver; and parts of 5 MiB, the least that S3 takes, of which these files have several.
-    monkeypatch.setattr(uploading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(destination, "_SMALL_BYTES", 0)
     options = store.options | {"default_block_size": 5 << 20}
     target = store.url(f"bucket/parts/{format}")
     checkpoint.convert(store.url("bucket/source"), target, format=format, optimizer=True, storage_options=options)

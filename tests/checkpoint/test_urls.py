@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from ullage import checkpoint
-from ullage.checkpoint.conversion import uploading
+from ullage.checkpoint.conversion import destination
 from ullage.checkpoint.core import paths
 from ullage.checkpoint.core.reading import Unreadable
 from ullage.cli import convert, inspect, verify
@@ -165,7 +165,7 @@ def test_a_store_that_says_no_is_asked_once(folder):
 @pytest.mark.parametrize("spool_is_there", [True, False])
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
 def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, tmp_path, writes, spool_is_there):
-    monkeypatch.setattr(uploading, "PARALLEL", 1)
+    monkeypatch.setattr(destination, "PARALLEL", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     target = "shaky://bucket/out"
     Shaky.writes_left = writes

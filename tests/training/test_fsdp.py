@@ -111,12 +111,12 @@ def test_layers_that_hold_the_embeddings_are_left_out():
 
 def test_checkpoints_with_and_without_fsdp_do_not_continue_each_other(tmp_path):
     with pytest.raises(CheckpointError, match="written without FSDP cannot be continued under it"):
-        fsdp.require_readable(SimpleNamespace(is_fsdp_enabled=True), tmp_path)
-    fsdp.require_readable(SimpleNamespace(is_fsdp_enabled=False), tmp_path)
+        fsdp.require_readable(tmp_path, under_fsdp=True)
+    fsdp.require_readable(tmp_path, under_fsdp=False)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     with pytest.raises(CheckpointError, match="continued under FSDP only"):
-        fsdp.require_readable(SimpleNamespace(is_fsdp_enabled=False), tmp_path)
-    fsdp.require_readable(SimpleNamespace(is_fsdp_enabled=True), tmp_path)
+        fsdp.require_readable(tmp_path, under_fsdp=False)
+    fsdp.require_readable(tmp_path, under_fsdp=True)
 
 
 def test_the_files_of_a_full_state_dict_are_a_checkpoint(tmp_path):

@@ -11,7 +11,7 @@ from tests.support import packing_script
 from tests.support.launch import torchrun
 from ullage import InputError
 from ullage.training.batches.sampling import divide_exactly
-from ullage.training.evaluation.evaluator import evaluation_loader
+from ullage.training.evaluator import evaluation_loader
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
 EVERY = list(range(10, 33))

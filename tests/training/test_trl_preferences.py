@@ -17,8 +17,7 @@ from ullage.planning import TransformerCost
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.step.packing import StepPlanner
-from ullage.training.trl.losses.preferences import PairLoss, UnpairedLoss
-from ullage.training.trl.losses.rollouts import RolloutLoss
+from ullage.training.trl_losses import PairLoss, RolloutLoss, UnpairedLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
 ARRIVAL = {"packing_plan_strategy": "next_fit"}

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from ullage.attention.calls import given
 from ullage.attention.segments import packed_attention
-from ullage.attention.support import require_packable
+from ullage.attention.support import given, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
 from ullage.core.errors import InputError

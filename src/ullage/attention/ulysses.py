@@ -37,6 +37,7 @@ class Slices:
 
     def __init__(self, layout: Layout, size: int, rank: int) -> None:
         self.layout, self.size, self.rank = layout, size, rank
+        # A row of 10 elements over 4 ranks is cut into slices of [2, 3, 2, 3].
         #: Places of this rank's elements in the whole row, int64 [elements].
         self.index: Int64 = layout.cut(size, rank, "contiguous")
         self.lengths = [len(layout.cut(size, each, "contiguous")) for each in range(size)]

@@ -37,16 +37,16 @@ def diff_checkpoints(
     from ullage.cli.convert import progress_bar
 
     with progress_bar("comparing", shown=not as_json) as progress:
-        found = diff(first, second, weights_only=weights_only, workers=workers, progress=progress)
+        report = diff(first, second, weights_only=weights_only, workers=workers, progress=progress)
     if as_json:
-        typer.echo(json.dumps(found.to_dict()))
+        typer.echo(json.dumps(report.to_dict()))
     else:
-        shown = found.differences if all_rows else found.differences[:_SHOWN]
+        shown = report.differences if all_rows else report.differences[:_SHOWN]
         for difference in shown:
             typer.echo(str(difference))
-        if len(found.differences) > len(shown):
-            typer.echo(f"and {len(found.differences) - len(shown):,} more (--all)")
-        compared = f"{found.num_tensors:,} tensors with {found.num_elements:,} elements compared"
-        typer.echo(f"{compared}: {f'{len(found.differences):,} differences' if found else 'all the same'}")
-    if found:
+        if len(report.differences) > len(shown):
+            typer.echo(f"and {len(report.differences) - len(shown):,} more (--all)")
+        compared = f"{report.num_tensors:,} tensors with {report.num_elements:,} elements compared"
+        typer.echo(f"{compared}: {f'{len(report.differences):,} differences' if report else 'all the same'}")
+    if report:
         raise typer.Exit(1)

@@ -372,18 +372,18 @@ class _Shown:
         """The console, with the lines about the lengths and the ranks printed."""
         from rich.console import Console
 
-        from ullage.core.display import counted
+        from ullage.core.display import quantity
         from ullage.report.figures import length_figures
 
         console = Console(highlight=False)
         facts, measured = length_figures(self.measured.lengths), self.measured
         origin = self.name if measured.column is None else f"{self.name}, column {measured.column}"
-        held = f"{counted(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
+        held = f"{quantity(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
         between = f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}"
         meets = "every microbatch" if sync == "microbatch" else "once a step"
         console.print(f"{origin}: {held}, {between}", markup=False, soft_wrap=True)
         together = f"; they meet {meets}" if ranks > 1 else ""
-        console.print(f"{counted(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
+        console.print(f"{quantity(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
         return console
 
 

@@ -39,8 +39,8 @@ def verify_checkpoint(
     with progress_bar("comparing", shown=not as_json) as progress:
         problems = verify(ours, theirs, workers=workers, progress=progress)
     if as_json:
-        found = {"source": str(ours.folder), "target": str(theirs.folder), "problems": [str(p) for p in problems]}
-        typer.echo(json.dumps(found | {"equal": not problems}))
+        report = {"source": str(ours.folder), "target": str(theirs.folder), "problems": [str(p) for p in problems]}
+        typer.echo(json.dumps(report | {"equal": not problems}))
     elif not problems:
         typer.echo(f"equal: {theirs.folder} holds every byte of {ours.folder}")
     else:

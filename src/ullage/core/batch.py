@@ -31,7 +31,7 @@ from ullage.core.columns import (
     holding_ignored,
     lay_out,
 )
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout, ranges
 from ullage.core.rows import LENGTH_NAMES, usual_positions
@@ -168,8 +168,8 @@ class RaggedBatch(Shown):
         return self.layout.num_items
 
     def _facts(self) -> Iterator[str]:
-        yield counted(self.layout.num_items, "sequence")
-        yield counted(self.layout.num_tokens, "token")
+        yield quantity(self.layout.num_items, "sequence")
+        yield quantity(self.layout.num_tokens, "token")
         yield f"ullage {100 * self.layout.ullage:.1f} %"
         # Leaves may be anything while a pytree is being mapped.
         shown = list(self._values.items())

@@ -19,7 +19,7 @@ from ullage.core.errors import InputError
 from ullage.core.replacing import replacing
 
 
-def counted(count: int, thing: str, things: str | None = None) -> str:
+def quantity(count: int, thing: str, things: str | None = None) -> str:
     """``1 sequence``, ``1,200 sequences``."""
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError, require_int, require_one_of
 
 Int64 = npt.NDArray[np.int64]
@@ -177,9 +177,9 @@ class Layout(Shown):
         return self.num_items
 
     def _facts(self) -> Iterator[str]:
-        yield counted(self.num_items, "item")
-        yield counted(self.num_tokens, "token")
-        yield counted(self.size, "slot")
+        yield quantity(self.num_items, "item")
+        yield quantity(self.num_tokens, "token")
+        yield quantity(self.size, "slot")
         yield f"ullage {100 * self.ullage:.1f} %"
 
     def __eq__(self, other: object) -> bool:

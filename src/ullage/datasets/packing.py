@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError, listed, require_int, require_one_of
 from ullage.core.extras import needed_by
 from ullage.core.layout import Int64, Layout, ranges, starts_of
@@ -71,9 +71,9 @@ class PackReport(Shown):
     ullage: float
 
     def _facts(self) -> Iterator[str]:
-        yield counted(self.num_rows, "row")
-        yield counted(self.num_sequences, "sequence")
-        yield counted(self.num_tokens, "token")
+        yield quantity(self.num_rows, "row")
+        yield quantity(self.num_sequences, "sequence")
+        yield quantity(self.num_tokens, "token")
         yield f"ullage {100 * self.ullage:.1f} %"
 
 

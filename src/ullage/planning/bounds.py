@@ -43,6 +43,9 @@ def bin_bound(slots: Int64, capacity: int) -> int:
     alone = n - np.searchsorted(rising, capacity - threshold, side="right")
     paired = n - alone - half
     pair_total = cumulated[n - alone] - cumulated[half]
+    # Slots [3, 3, 6, 8, 8] in bins of 10, for threshold 3: both 8 are alone, and 6 is paired and leaves 4. Of the small
+    # ones, 6 together, 2 are left for one more bin: 4 bins, where the sum of 28 by itself gives 3.
+    #
     # What the small items from the threshold up need beyond the room in those bins.
     shared = cumulated[half] - cumulated[first] - (paired * capacity - pair_total)
     bound = alone + paired + np.maximum(0, -(-shared // capacity))
@@ -52,6 +55,7 @@ def bin_bound(slots: Int64, capacity: int) -> int:
 
 def microbatches_for(bins: int, ranks: int, microbatch_multiple: int) -> int:
     """The least number of microbatches, a multiple of ``microbatch_multiple``, in which ``ranks`` have so many bins."""
+    # 10 bins on 4 ranks, in multiples of 2: one round of 8 bins and another for the rest, which is 4 microbatches.
     return -(-bins // (ranks * microbatch_multiple)) * microbatch_multiple
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.core.display import Paged, Shown, counted, page_of, write_page
+from ullage.core.display import Paged, Shown, page_of, quantity, write_page
 from ullage.core.errors import InputError, listed, require_int
 from ullage.core.layout import Int64, as_lengths
 from ullage.planning.bounds import microbatch_bound, path_bound
@@ -176,8 +176,8 @@ class Statistics(Shown):
     shared_tokens: int
 
     def _facts(self) -> Iterator[str]:
-        yield counted(self.num_sequences, "sequence")
-        yield counted(self.num_microbatches, "microbatch", "microbatches")
+        yield quantity(self.num_sequences, "sequence")
+        yield quantity(self.num_microbatches, "microbatch", "microbatches")
         yield f"ullage {100 * self.ullage:.1f} %"
         yield f"rank imbalance {self.rank_imbalance:.2f}"
         yield f"critical path {self.critical_path:.2f}"
@@ -201,9 +201,9 @@ class Plan(Paged, Placement):
         return write_page(path, page_of(self, reference=reference, source=source))
 
     def _facts(self) -> Iterator[str]:
-        yield counted(self.num_sequences, "sequence")
-        yield counted(self.ranks, "rank")
-        yield counted(self.num_microbatches, "microbatch", "microbatches")
+        yield quantity(self.num_sequences, "sequence")
+        yield quantity(self.ranks, "rank")
+        yield quantity(self.num_microbatches, "microbatch", "microbatches")
         size = self.num_microbatches * self.ranks * self.capacity
         yield f"ullage {100 * (1 - int(self.lengths[self.order].sum()) / size if size else 0):.1f} %"
         yield f"critical path {_critical_path(self):.2f}"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
 from ullage.core.columns import IGNORED_LABEL
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
@@ -77,7 +77,7 @@ class Audit(Shown):
 
     def _facts(self) -> Iterator[str]:
         yield str(self)
-        yield counted(len(self.checks), "check")
+        yield quantity(len(self.checks), "check")
 
     def __str__(self) -> str:
         worst = max((check.value for check in self.checks if check.name in ("logits", "gradients")), default=0.0)
@@ -106,7 +106,7 @@ def audit(
 
     Runs some fifty forwards of up to 118 tokens and some twenty backwards, in evaluation and in training mode without
     dropout; leaves weights, buffers, gradients, mode, attention and random states as they were. Raises ``InputError``
-    for what is no model; a model that leaks is reported, not raised.
+    for anything but a model; a model that leaks is reported, not raised.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> audit(GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=1))).verdict

@@ -15,7 +15,7 @@ import numpy as np
 
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.core.problem import Problem
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.core.units import size
 from ullage.report.page import NUM_COLOURS, Box, Row, render
 
@@ -91,8 +91,8 @@ def draw(group: Group) -> GroupDrawing:
     padded = np.flatnonzero(padding)
     held = int(group.pieces.length.sum())
     sentence = (
-        f"{held:,} elements of {counted(len(group.names), 'parameter')} and {group.padding:,} elements of padding "
-        f"fill {counted(group.num_shards, 'shard')} of {group.shard_size:,}."
+        f"{held:,} elements of {quantity(len(group.names), 'parameter')} and {group.padding:,} elements of padding "
+        f"fill {quantity(group.num_shards, 'shard')} of {group.shard_size:,}."
     )
     if len(padded):
         ranks = f"rank {padded[0]}" if len(padded) == 1 else f"{len(padded):,} ranks, from {padded[0]} to {padded[-1]}"

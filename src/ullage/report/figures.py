@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.core.layout import Int64
 from ullage.planning import Plan, Statistics
 from ullage.planning import plan as make_plan
@@ -90,9 +90,9 @@ def lost_sequences(stats: Statistics) -> str:
     """The sequences that ``oversize`` truncated or dropped, in one sentence; empty if there are none."""
     parts = []
     if stats.num_truncated:
-        parts.append(f"{counted(stats.num_truncated, 'sequence')} truncated by {stats.truncated_tokens:,} tokens")
+        parts.append(f"{quantity(stats.num_truncated, 'sequence')} truncated by {stats.truncated_tokens:,} tokens")
     if stats.num_dropped:
-        parts.append(f"{counted(stats.num_dropped, 'sequence')} of {stats.dropped_tokens:,} tokens dropped")
+        parts.append(f"{quantity(stats.num_dropped, 'sequence')} of {stats.dropped_tokens:,} tokens dropped")
     return ", ".join(parts)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.core.errors import listed
 from ullage.core.layout import Int64
 from ullage.planning import Plan
@@ -142,7 +142,7 @@ class _Window:
         """The narrowest block in per cent, so that all rows together stay within ``MAX_BLOCKS``."""
         return max(0.25, 100 * len(self.ranks) / MAX_BLOCKS)
 
-    def said(self, plan: Plan) -> str:
+    def caption(self, plan: Plan) -> str:
         parts = []
         if self.microbatches < plan.num_microbatches:
             parts.append(f"the first {self.microbatches} of {plan.num_microbatches:,} microbatches")
@@ -188,7 +188,7 @@ def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
         [round(cut, 3) for cut in meetings[:-1]],
         ideal,
         plan.ranks > 16,
-        window.said(plan),
+        window.caption(plan),
         _numbered([0.0, *meetings]),
         _time_ticks(end / times.ideal) if times.ideal else [],
     )
@@ -255,7 +255,7 @@ def memory_drawing(plan: Plan) -> PlanDrawing:
         size = window.microbatches * plan.capacity
         rows.append(Row(str(rank), tuple(boxes), percent(1 - held / size) if size else ""))
     cuts = [round(k * cell, 3) for k in range(window.microbatches + 1)]
-    return PlanDrawing(rows, cuts[1:-1], None, plan.ranks > 16, window.said(plan), _numbered(cuts), [])
+    return PlanDrawing(rows, cuts[1:-1], None, plan.ranks > 16, window.caption(plan), _numbered(cuts), [])
 
 
 def _blocks(
@@ -364,7 +364,7 @@ def histogram(lengths: Int64, costs: Int64) -> Histogram:
     place = _places(edges, low, high)
     buckets = []
     for k in np.flatnonzero(counts).tolist():
-        many = counted(int(counts[k]), "sequence")
+        many = quantity(int(counts[k]), "sequence")
         title = (
             f"{edges[k]:,} to {edges[k + 1] - 1:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
             f" {100 * shares[k] / total:.1f} % of the cost"

@@ -242,7 +242,7 @@ class RunFigure:
     text: Callable[[Any], str]
     kind: Kind = "none"
 
-    def told(self, run: Run) -> str:
+    def text_of(self, run: Run) -> str:
         """The figure as text; empty where the run has none."""
         value = self.value(run)
         return "" if value is None else self.text(value)
@@ -344,7 +344,7 @@ def run_figures(runs: Sequence[Run]) -> list[list[str]]:
     """
     rows = []
     for figure in FIGURES:
-        told = [figure.told(run) for run in runs]
+        told = [figure.text_of(run) for run in runs]
         if any(told):
             rows.append([figure.title, *told, *(figure.difference(run, runs[0]) for run in runs[1:])])
     return rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ullage.core.display import counted, write_page
+from ullage.core.display import quantity, write_page
 from ullage.core.units import prefix_of, rate, size
 from ullage.report.curves import Chart, Series, chart
 from ullage.report.page import NUM_COLOURS, render
@@ -60,7 +60,7 @@ def run_page(runs: Sequence[Run]) -> str:
         "run.html",
         run=run,
         names=names,
-        tiles=[(figure.title, figure.told(run)) for figure in _tiles() if figure.told(run)],
+        tiles=[(figure.title, figure.text_of(run)) for figure in _tiles() if figure.text_of(run)],
         pictures=list(_pictures(runs, names)),
         table=run_figures(runs),
         settings=differing_settings(runs),
@@ -107,7 +107,7 @@ def _not_finite(series: Sequence[Series]) -> str:
         steps = [step for step, value in each.points if not math.isfinite(value)]
         if steps:
             name = f"{each.label}: " * several
-            logs = counted(len(each.points), "log")
+            logs = quantity(len(each.points), "log")
             told.append(f"{name}not finite in {len(steps):,} of {logs}, first at step {steps[0]:,}")
     said = "; ".join(told)
     # The name of a run keeps its letters.

@@ -7,7 +7,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``batches.reading``)
 ``Packer``          plans a step, exchanges it, and trains on its microbatches (``step.packing``)
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``step.drawing``)
-``Evaluator``       evaluates, and puts samples back together (``evaluation``)
+``Evaluator``       evaluates, and puts samples back together (``evaluator``)
 ``Rehearsal``       evaluates a few samples before the first step (``run``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``run``)
 ``Continuation``    finds and converts the checkpoint to continue from (``saving``)
@@ -30,17 +30,19 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_model
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.core.errors import TrainingError
+from ullage.core.errors import InputError, TrainingError
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
+from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
-from ullage.training.evaluation.evaluator import Evaluator, evaluation_loader
+from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
@@ -54,10 +56,9 @@ from ullage.training.setup.sharding import data_ranks, require_trainable, shardi
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
 from ullage.training.step.metering import TokenMeter
-from ullage.training.step.noise import NoiseHooks
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl.losses import padded_loss_of
+from ullage.training.trl_losses import padded_loss_of
 
 logger = logging.get_logger(__name__)
 
@@ -132,7 +133,7 @@ class RaggedTrainerMixin(_Base):
         # which already calls some of the methods below.
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
-        self._packer = Packer(self, self._reader, padded_loss_of)
+        self._packer = Packer(self, self._reader, self.meter, padded_loss_of)
         self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
@@ -268,12 +269,12 @@ class RaggedTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Those of a sharded model are loaded with the optimizer's state.
         if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
-            with fsdp.read_as_written(self, Path(resume_from_checkpoint)):
+            with fsdp.read_as_written(self.accelerator, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._continuation.loads_optimizer(checkpoint):
-            with fsdp.read_as_written(self, None if checkpoint is None else Path(checkpoint)):
+            with fsdp.read_as_written(self.accelerator, None if checkpoint is None else Path(checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -331,7 +332,7 @@ class RaggedTrainerMixin(_Base):
     @contextlib.contextmanager
     def _drawn_over_dp(self) -> Iterator[None]:
         """Within it accelerate divides batches among the ranks that draw different ones."""
-        state, (rank, number) = self.accelerator.state, data_ranks(self)
+        state, (rank, number) = self.accelerator.state, data_ranks(self.model, self.args)
         with replaced(state, "process_index", rank), replaced(state, "num_processes", number):
             yield
 
@@ -398,7 +399,7 @@ class RaggedTrainerMixin(_Base):
         """Of real tokens, forward and backward: six times tokens times parameters; the model's formula if packed."""
         if isinstance(inputs, PackedBatch):
             # Added up over all ranks, of which some share their batches.
-            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self)[1])
+            return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self.model, self.args)[1])
         if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
@@ -439,7 +440,7 @@ class RaggedTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Each sample once (:meth:`ullage.training.evaluation.evaluator.Evaluator.run`).
+        """Each sample once (:meth:`ullage.training.evaluator.Evaluator.run`).
 
         A trainer with an evaluation of its own runs that.
         """
@@ -476,3 +477,57 @@ def require_finite(norm: Any, step: int) -> None:
             hint="lower learning_rate or max_grad_norm, and look for infinities in the data; "
             "the weights are those before this step",
         )
+
+
+class NoiseHooks:
+    """Hooks that add NEFTune's noise to what a model embeds while it trains. ``remove()`` takes them off.
+
+    NEFTune adds noise from the uniform distribution over ±alpha / sqrt(L · d) to the embeddings [L, d] of a sequence.
+    transformers takes the row's length for L, so a sequence in a packed row would get less noise the more neighbours it
+    has. Here each sequence has its own L. Padded rows keep transformers' own hook. Source: Jain et al. 2023,
+    arXiv:2310.05914; transformers 5.23 ``integrations/neftune.py``.
+
+    ``model`` as it is called; ``embedding``: its input embedding, with transformers' ``neftune_noise_alpha``. Raises
+    ``InputError`` for a recurrent model.
+    """
+
+    def __init__(self, model: nn.Module, embedding: nn.Module) -> None:
+        # A recurrent backbone reorders tokens before it embeds them, so a hook on its embedding cannot tell whose they
+        # are.
+        if any(isinstance(module, RecurrentModel) for module in model.modules()):
+            raise InputError(
+                "a recurrent model takes no noise on its embeddings",
+                where="TrainingArguments.neftune_noise_alpha",
+                found=embedding.neftune_noise_alpha,
+                hint="leave it out",
+            )
+        self._lengths: Tensor | None = None
+        self._handles = [
+            model.register_forward_pre_hook(self._read_lengths, with_kwargs=True),
+            embedding.register_forward_hook(self._add),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _read_lengths(self, model: nn.Module, positional: Any, keywords: dict[str, Any]) -> None:
+        """Note how long the sequence of each token is, [T] in the order of the row; None for padded rows."""
+        bounds = keywords.get("cu_seq_lens_q")
+        self._lengths = None
+        if bounds is not None:
+            # Of the bounds [0, 3, 5], the lengths are [3, 2], and by token [3, 3, 3, 2, 2].
+            lengths = torch.as_tensor(bounds).diff()
+            self._lengths = lengths.repeat_interleave(lengths)
+
+    def _add(self, embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        lengths = self._lengths
+        # Also where something embeds other tokens than the batch's, such as a second call within forward.
+        if lengths is None or output.shape[:-1].numel() != len(lengths):
+            return neftune_post_forward_hook(embedding, inputs, output)
+        if not embedding.training:
+            return output
+        by_token = lengths.view(output.shape[:-1]).to(output.device)
+        bound = embedding.neftune_noise_alpha / (by_token * output.shape[-1]).sqrt()  # pyright: ignore
+        return output + torch.zeros_like(output).uniform_(-1, 1) * bound[..., None].to(output.dtype)

@@ -20,8 +20,7 @@ from ullage.checkpoint.conversion.copying import write_at
 from ullage.checkpoint.conversion.journal import Unit
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources
-from ullage.checkpoint.files.archive import Payload, Target
-from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.archive import Payload, Target, combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
@@ -162,7 +161,8 @@ def _with_gaps(sources: Sources, file: int, low: int, size: int, runs: Int64) ->
         runs: [m, 4] file, offset, bytes and crc of what was read of the record, by offset, each byte once.
     """
     starts, lengths = runs[:, 1], runs[:, 2]
-    # Before, between and after the runs lie gaps: padding, and tensors that were not read.
+    # Before, between and after the runs lie gaps: padding, and tensors that were not read. In a record of bytes 100 to
+    # 120 with runs of 8 at 100 and 4 at 112, the gaps are [0, 4, 4].
     ends = np.concatenate([[low], starts + lengths])
     gaps = np.concatenate([starts, [low + size]]) - ends
     rows = np.zeros((len(runs) * 2 + 1, 2), np.int64)  # a gap, a run, a gap, ..., a gap

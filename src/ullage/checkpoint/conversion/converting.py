@@ -17,9 +17,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.conversion import checksums, copying, uploading
+from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
-from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
+from ullage.checkpoint.conversion.destination import (
+    Upload,
+    disk_error,
+    partial_of,
+    point_to,
+    require_paths,
+    require_writable,
+)
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.paths import checkpoint_path, is_remote
@@ -28,7 +35,7 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 from ullage.core.errors import CheckpointError
 
 
@@ -58,11 +65,11 @@ class Report(Shown):
 
     def _facts(self) -> Iterator[str]:
         yield f"{self.format}{', dry run' if self.dry_run else ''}"
-        yield counted(self.num_tensors, "tensor")
-        yield f"{counted(self.num_bytes, 'byte')} in {counted(self.num_files, 'file')}"
+        yield quantity(self.num_tensors, "tensor")
+        yield f"{quantity(self.num_bytes, 'byte')} in {quantity(self.num_files, 'file')}"
         yield f"{self.seconds:.2f} s"
         if self.not_finite:
-            yield f"{counted(len(self.not_finite), 'tensor')} with NaN or Inf"
+            yield f"{quantity(len(self.not_finite), 'tensor')} with NaN or Inf"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -141,7 +148,7 @@ def convert(
         mark = mark_of(inventory, targets, options)
     job = _Job(inventory, targets, target, mark, report, progress, options)
     if is_remote(target):
-        upload = uploading.Upload(inventory, target, mark)
+        upload = Upload(inventory, target, mark)
         upload.require_possible()
         job.run_to_store(upload)
     else:
@@ -237,7 +244,7 @@ class _Job:
             if journal is not None:
                 journal.close()
 
-    def run_to_store(self, upload: uploading.Upload) -> None:
+    def run_to_store(self, upload: Upload) -> None:
         """Make the target in a spool of this machine, and upload it; the progress is half of each."""
         pointer, done = formats.POINTERS.get(self.options["format"]), 0
 

@@ -24,8 +24,7 @@ from ullage.checkpoint.conversion.journal import Journal, SideBySide, Unit, is_s
 from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.core.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
-from ullage.checkpoint.files.archive import Payload, Target
-from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.archive import Payload, Target, combine
 from ullage.core.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from ullage.checkpoint.conversion.converting import default_workers
 from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.core.numbers import Bytes, as_floats
 from ullage.checkpoint.formats import table as formats
-from ullage.core.display import Shown, counted
+from ullage.core.display import Shown, quantity
 
 #: The state under which the weights of all formats are compared.
 _WEIGHT = "weight"
@@ -91,8 +91,8 @@ class Differences(Shown):
         return bool(self.differences)
 
     def _facts(self) -> Iterator[str]:
-        yield f"{counted(self.num_tensors, 'tensor')} compared"
-        yield counted(len(self.differences), "difference")
+        yield f"{quantity(self.num_tensors, 'tensor')} compared"
+        yield quantity(len(self.differences), "difference")
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON."""
@@ -128,13 +128,13 @@ def diff(
         a, b = _with_aliases(name, mine, one), _with_aliases(name, yours, other)
         if a is None or b is None:
             found.append(
-                TensorDifference(*name, f"missing in {'first' if a is None else 'second'}", _said(a), _said(b))
+                TensorDifference(*name, f"missing in {'first' if a is None else 'second'}", _form(a), _form(b))
             )
         elif a.shape != b.shape:
-            found.append(TensorDifference(*name, "shape", _said(a), _said(b), a.numel))
+            found.append(TensorDifference(*name, "shape", _form(a), _form(b), a.numel))
         else:
             pairs.append((name, a, b))
-    found += _compared(one, other, pairs, workers or default_workers(), progress)
+    found += _compare(one, other, pairs, workers or default_workers(), progress)
     order = {name: i for i, name in enumerate(dict.fromkeys([*mine, *yours]))}
     found.sort(key=lambda difference: order[difference.name, difference.key])
     if not weights_only:
@@ -161,7 +161,7 @@ def _with_aliases(name: tuple[str, str], tensors: dict[tuple[str, str], Tensor],
     return tensors.get((inventory.aliases.get(label, label), key))
 
 
-def _said(tensor: Tensor | None) -> str | None:
+def _form(tensor: Tensor | None) -> str | None:
     return None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
@@ -183,7 +183,7 @@ class _Count(NamedTuple):
     max_relative: float = 0.0
 
 
-def _compared(
+def _compare(
     one: Inventory,
     other: Inventory,
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]],
@@ -208,7 +208,7 @@ def _compared(
         if not differing and kind == "values":
             continue
         made = TensorDifference(
-            name, key, kind, _said(a), _said(b), a.numel, differing, not_finite=sum(c.not_finite for c in found)
+            name, key, kind, _form(a), _form(b), a.numel, differing, not_finite=sum(c.not_finite for c in found)
         )
         if _has_numbers(a) and _has_numbers(b):
             largest = [max((count[field] for count in found), default=0.0) for field in (2, 3)]

@@ -24,7 +24,7 @@ from ullage.checkpoint.core.manifest import problems_of
 from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.core.paths import looked_at
 from ullage.checkpoint.core.problem import Problem
-from ullage.core.display import Paged, counted
+from ullage.core.display import Paged, quantity
 from ullage.core.layout import Int64, Pieces
 
 
@@ -297,8 +297,10 @@ class Inventory(Paged):
         return {(t.name, t.key): t for t in self.tensors}
 
     def __repr__(self) -> str:
-        held = f"{counted(len(self.tensors), 'tensor')}, {self.num_bytes:,} bytes in {counted(len(self.files), 'file')}"
-        found = f", {counted(len(self.read_problems), 'problem')}" if self.read_problems else ""
+        held = (
+            f"{quantity(len(self.tensors), 'tensor')}, {self.num_bytes:,} bytes in {quantity(len(self.files), 'file')}"
+        )
+        found = f", {quantity(len(self.read_problems), 'problem')}" if self.read_problems else ""
         return f"Inventory({str(self.folder)!r}, {self.format}: {', '.join(self.keys)}; {held}{found})"
 
     def tensor(self, name: str, key: str = "fp32") -> Tensor:

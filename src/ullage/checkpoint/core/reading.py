@@ -210,7 +210,7 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
         elif tensor.merge.kind == "strided":
             chunk = _strided(sources, tensor, low, high, tally)
         elif tensor.merge.kind == "joined":
-            chunk = _joined(sources, tensor, low, high, buffer[: (high - low) * item], tally)
+            chunk = _read_stretches(sources, tensor, low, high, buffer[: (high - low) * item], tally)
         else:
             chunk = _merged(sources, tensor, low, high, tally)
         tally.not_finite += count_not_finite(chunk, tensor.dtype)
@@ -289,7 +289,7 @@ def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally
     return chunk.reshape(-1)
 
 
-def _joined(sources: Sources, tensor: Tensor, low: int, high: int, into: Bytes, tally: Tally) -> Bytes:
+def _read_stretches(sources: Sources, tensor: Tensor, low: int, high: int, into: Bytes, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that stretches of others make; of another dtype than the whole, cast.
 
     Args:

@@ -95,7 +95,7 @@ def optimizer_header(inventory: Inventory) -> dict[str, str]:
         {
             "names": list(group.names),
             "step_dtype": group.step_dtype,
-            "settings": {key: _said(value) for key, value in group.settings.items() if _is_plain(value)},
+            "settings": {key: _as_json(value) for key, value in group.settings.items() if _is_plain(value)},
         }
         for group in optimizer_groups(inventory)
     ]
@@ -108,19 +108,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _said(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A plain setting as JSON, which has no tuples: ``{"tuple": [...]}`` stands for one."""
     if isinstance(value, (list, tuple)):
-        items = [_said(item) for item in value]
+        items = [_as_json(item) for item in value]
         return {"tuple": items} if isinstance(value, tuple) else items
     return value
 
 
-def _meant(value: Any) -> Any:
-    """The setting that :func:`_said` wrote."""
+def _from_json(value: Any) -> Any:
+    """The setting that :func:`_as_json` wrote."""
     if isinstance(value, dict):
-        return tuple(map(_meant, metadata.sequence(value.get("tuple"), "a setting", "param_groups")))
-    return [_meant(item) for item in value] if isinstance(value, list) else value
+        return tuple(map(_from_json, metadata.sequence(value.get("tuple"), "a setting", "param_groups")))
+    return [_from_json(item) for item in value] if isinstance(value, list) else value
 
 
 def companions(inventory: Inventory) -> list[Target]:
@@ -219,19 +219,19 @@ def read_safetensors(folder: Path) -> Inventory:
 def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details, dict[str, str], set[str]]:
     """What headers say beside tensors: groups, steps and numbers; tied names; buffers. Raises ``CheckpointError``."""
     where = "the metadata of the headers"
-    aliases = metadata.shared_params(_parsed(said, "aliases", {}), where)
-    steps, numbers = (metadata.mapping(_parsed(said, key, {}), key, where) for key in ("steps", "numbers"))
-    given = metadata.sequence(_parsed(said, "param_groups", []), "param_groups", where)
+    aliases = metadata.shared_params(_parse(said, "aliases", {}), where)
+    steps, numbers = (metadata.mapping(_parse(said, key, {}), key, where) for key in ("steps", "numbers"))
+    given = metadata.sequence(_parse(said, "param_groups", []), "param_groups", where)
     groups = [metadata.mapping(group, "param_groups", where) for group in given]
     names = [metadata.names(group.get("names"), "names of param_groups", where) for group in groups]
-    buffers = set(metadata.names(_parsed(said, "buffers", []), "buffers", where))
+    buffers = set(metadata.names(_parse(said, "buffers", []), "buffers", where))
     strange = sorted(name for listed in names for name in listed if (name, "fp32") not in held)
     if strange:
         raise metadata.malformed("param_groups", where, "names of weights", strange[0])
     found = Details(names=names, buffers_known="buffers" in said)
     for index, group in enumerate(groups):
         settings = metadata.mapping(group.get("settings"), "settings", where)
-        found.param_groups.append({key: _meant(value) for key, value in settings.items()})
+        found.param_groups.append({key: _from_json(value) for key, value in settings.items()})
         step, dtype = steps.get(str(index)), group.get("step_dtype")
         if isinstance(step, (int, float)):
             found.steps[index] = step, dtype if isinstance(dtype, str) else None
@@ -240,7 +240,7 @@ def _details(said: dict[str, Any], held: set[tuple[str, str]]) -> tuple[Details,
     return found, aliases, buffers
 
 
-def _parsed(said: dict[str, Any], key: str, default: Any) -> Any:
+def _parse(said: dict[str, Any], key: str, default: Any) -> Any:
     """An entry of a header's metadata, which is JSON in a string. Raises ``CheckpointError``."""
     if key not in said:
         return default
@@ -302,19 +302,19 @@ def missing_parts(folder: Path, held: Held) -> tuple[list[Problem], list[str]]:
 
     ``held``: of all files of weights and of optimizer state.
     """
-    problems = list(_unnumbered(held))
+    problems = list(_find_missing_numbers(held))
     notes: list[str] = []
     for pattern in ("*.safetensors.index*.json", "optimizer/*.safetensors.index*.json"):
         for path in sorted(folder.glob(pattern)):
             name = str(path.relative_to(folder))
             with collected(problems, name):
-                more, said = _compared(name, _weight_map(path), held)
+                more, said = _compare_listed(name, _weight_map(path), held)
                 problems += more
                 notes += said
     return problems, notes
 
 
-def _unnumbered(held: Iterable[str]) -> Iterable[Problem]:
+def _find_missing_numbers(held: Iterable[str]) -> Iterable[Problem]:
     """A problem for each set of numbered files of which some are missing, or have a number that the set has not."""
     sets: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in held:
@@ -344,7 +344,7 @@ def _unnumbered(held: Iterable[str]) -> Iterable[Problem]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor. Raises ``CheckpointError`` for what is no index."""
+    """The file of each tensor. Raises ``CheckpointError`` for a file that is not an index."""
     with as_checkpoint_error(str(path)), opened(path) as stream:
         if stream.size > _MAX_INDEX_BYTES:
             raise CheckpointError("not an index of safetensors", where=str(path), found=f"{stream.size} bytes")
@@ -360,7 +360,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return listed
 
 
-def _compared(name: str, listed: dict[str, str], held: Held) -> tuple[list[Problem], list[str]]:
+def _compare_listed(name: str, listed: dict[str, str], held: Held) -> tuple[list[Problem], list[str]]:
     """Problems and notes of what an index says and its files do not hold.
 
     Args:

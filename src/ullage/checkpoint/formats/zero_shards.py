@@ -49,7 +49,7 @@ from ullage.checkpoint.zero.partitions import rows_by_rank, stage3_group, stage1
 from ullage.checkpoint.zero.reading import read_shards
 from ullage.checkpoint.zero.shards import ModelFile, zero_config
 from ullage.checkpoint.zero.states import Details
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.core.errors import CheckpointError, InputError, require_int
 
 # Reading
@@ -62,7 +62,7 @@ def _is_plain(folder: Folder) -> bool:
 
 
 def read_zero(path: Path) -> Inventory:
-    """The inventory of a folder of DeepSpeed (the tag's). Raises ``CheckpointError`` where it is none of any stage."""
+    """The inventory of a folder of DeepSpeed (the tag's). Raises ``CheckpointError`` for another folder."""
     folder = read_folder(path)
     if not _is_plain(folder):
         return read_shards(folder)
@@ -197,7 +197,7 @@ def notes_on_rounded(targets: list[Target]) -> list[str]:
     if not found:
         return []
     name, dtype = min(found.items())
-    return [f"{counted(len(found), 'tensor')} of float64 rounded, such as {name} to {dtype}: an engine has one dtype"]
+    return [f"{quantity(len(found), 'tensor')} of float64 rounded, such as {name} to {dtype}: an engine has one dtype"]
 
 
 def _archive(inventory: Inventory, name: str, content: dict[str, Any]) -> Target:

@@ -64,7 +64,7 @@ class Layer:
     placed: tuple[tuple[int, ...], ...] = ()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
-    def held(self, ep: int, rank: int) -> tuple[int, ...]:
+    def experts_of_rank(self, ep: int, rank: int) -> tuple[int, ...]:
         """The experts that one of ``ep`` ranks holds, by their numbers among all, in the order of its own."""
         share = self.total // ep
         return self.placed[rank] if self.placed else tuple(range(rank * share, (rank + 1) * share))
@@ -425,7 +425,7 @@ class Experts:
     def _placed(self, name: str, shape: tuple[int, ...], ep: int, rank: int) -> Placed:
         layer = self._layer_of(name)
         assert layer is not None
-        held, numbered = layer.held(ep, rank), local_number(name)
+        held, numbered = layer.experts_of_rank(ep, rank), local_number(name)
         if numbered:
             return Placed(f"{layer.prefix}.{held[numbered[1]]}.{numbered[2]}", shape)
         return Placed(name, (layer.total, *shape[1:]), held)

@@ -57,7 +57,7 @@ def frozen_and_buffers(
         else:
             parts, rank = joining.stage_of(frozen, tensor.name, "frozen", model_rank)
             parts[rank] = replace(tensor.slices[0], model_rank=model_rank), tensor.dtype, None
-    tensors, twins = joining.joined(frozen, "frozen")
+    tensors, twins = joining.join(frozen, "frozen")
     return [*tensors, *whole.values()], twins
 
 

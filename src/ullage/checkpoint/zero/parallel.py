@@ -406,7 +406,7 @@ class Joining:
         """Of one name and key: the slices of the model rank's pipeline stage, and its tensor-parallel rank."""
         return slices.setdefault((name, key), {}).setdefault(model_rank // self.tp, {}), model_rank % self.tp
 
-    def joined(self, slices: Stages, kind: str = "parameter") -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    def join(self, slices: Stages, kind: str = "parameter") -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """The tensors, and pairs of those that several stages, or choices of ranks, hold and that must be equal.
 
         Of several stages the first one's tensor is taken; a conversion compares it with the others.

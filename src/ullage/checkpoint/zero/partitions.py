@@ -72,6 +72,7 @@ def stage3_group(index: int, model_rank: int, named: Shapes, world: int) -> Grou
 
 def rows_by_rank(group: Group) -> list[list[tuple[int, int, int, int]]]:
     """By rank: (number of the parameter, elements, start in the partition, start in the parameter), in order."""
+    # Parameters of 5 and 3 elements on 2 ranks of 4: [(0, 4, 0, 0)] and [(0, 1, 0, 4), (1, 3, 1, 0)].
     pieces = group.pieces
     order = np.lexsort((pieces.shard_start, pieces.shard))
     columns = (pieces.shard, pieces.item, pieces.length, pieces.shard_start, pieces.item_start)

@@ -20,7 +20,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from ullage.cli.train.folder import taken_over
-from ullage.cli.train.process import said
+from ullage.cli.train.process import message_of
 from ullage.cli.train.settings import (
     DataArguments,
     ModelArguments,
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
             error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint
         ) from error
     except (ValueError, TypeError, ImportError) as error:  # what TrainingArguments finds by itself
-        raise UsageError("an argument cannot be used", found=said(error)) from error
+        raise UsageError("an argument cannot be used", found=message_of(error)) from error
     if unknown:
         name = unknown[0].partition("=")[0]
         hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"

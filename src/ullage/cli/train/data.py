@@ -101,7 +101,7 @@ def datasets_of(
             continue
         dataset = _tokenized(part, command, tokenizer)
         sets.append(dataset)
-        say(_told(part, dataset, use, command.data.max_length))
+        say(_line_about(part, dataset, use, command.data.max_length))
     training, held_out = sets
     assert training is not None
     if not training.num_predicted:
@@ -156,7 +156,7 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
 def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any]:
     """The files, folders and patterns of ``sources``; a name of the hub is the folder of its files. Collective for one.
 
-    A name with the ending of a file is none of the hub's, so that reading it says that it is not there.
+    A name with the ending of a file is never looked up on the hub, so that reading it says that it is not there.
     """
     is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
     if is_here or len(sources) > 1 or Path(sources[0].partition("@")[0]).suffix.lower() in ENDINGS:
@@ -185,15 +185,15 @@ def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> 
         raise error.at(where) from error
 
 
-def _told(samples: TakenSamples, dataset: TokenDataset, use: str, max_length: int) -> str:
+def _line_about(samples: TakenSamples, dataset: TokenDataset, use: str, max_length: int) -> str:
     """A line about a data set: its size, what its loss is on, and what was cut or left out."""
-    line = f"{samples.name}: {_counted(len(dataset), samples.kind)} to {use}, {dataset.num_tokens:,} tokens"
+    line = f"{samples.name}: {_quantity(len(dataset), samples.kind)} to {use}, {dataset.num_tokens:,} tokens"
     if dataset.labels is not None:
         line += f", {dataset.num_labels:,} of them with a label"
     lost: list[str] = []
     if dataset.num_truncated:
         lost.append(
-            f"{_counted(dataset.num_truncated, samples.kind)} cut to {max_length}, "
+            f"{_quantity(dataset.num_truncated, samples.kind)} cut to {max_length}, "
             f"{dataset.truncated_tokens:,} tokens lost"
         )
     if dataset.num_dropped:
@@ -201,5 +201,5 @@ def _told(samples: TakenSamples, dataset: TokenDataset, use: str, max_length: in
     return f"{line} ({'; '.join(lost)})" if lost else line
 
 
-def _counted(number: int, kind: str) -> str:
+def _quantity(number: int, kind: str) -> str:
     return f"{number:,} {kind if number != 1 else kind.removesuffix('s')}"

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
@@ -32,6 +32,9 @@ from ullage.training.saving.checkpoints import (
     step_of,
 )
 from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
+
+if TYPE_CHECKING:
+    from ullage.training import Trainer
 
 #: The settings that decide the numbers of a run, and its summary once it has ended.
 RECORD = "ullage_run.json"
@@ -229,7 +232,7 @@ def no_empty_folder(command: TrainCommand) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Any) -> Iterator[None]:
+def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Trainer) -> Iterator[None]:
     """Take back the settings of a run that an error ends before its first step, so that a better call is not refused.
 
     What a library refuses there is said in one line. ``checkpoint``: where the run continues from; its settings stay.

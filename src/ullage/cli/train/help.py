@@ -142,7 +142,7 @@ class TrainVerb(TyperCommand):
         if not ctx.resilient_parsing:
             return super().get_params(ctx)
         names = (name for section in FIRST.values() for name in section)
-        return _made_of([_parameter(name, str, None, typer.Option(f"--{name}")) for name in names]).params
+        return _make_command([_parameter(name, str, None, typer.Option(f"--{name}")) for name in names]).params
 
 
 def _command(everything: bool) -> Any:
@@ -165,7 +165,7 @@ def _command(everything: bool) -> Any:
     ]
     rest = sum(map(len, found.values())) - len(parameters)
     more = f"{rest} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
-    return _made_of(parameters, epilog=None if everything else more)
+    return _make_command(parameters, epilog=None if everything else more)
 
 
 def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
@@ -174,7 +174,7 @@ def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Param
     return inspect.Parameter(f"given_{name}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _made_of(parameters: Sequence[inspect.Parameter], epilog: str | None = None) -> Any:
+def _make_command(parameters: Sequence[inspect.Parameter], epilog: str | None = None) -> Any:
     """A command of typer's with these parameters."""
 
     def never_called(**_: object) -> None: ...

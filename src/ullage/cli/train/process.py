@@ -53,7 +53,7 @@ CANNOT_BEGIN = "the run cannot begin"
 REFUSALS = (ValueError, TypeError, ArithmeticError, ImportError, RuntimeError)
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """The message of a library as a part of a line, or else the class of its error."""
     return textwrap.shorten(str(error), 300, placeholder=" ...").removesuffix(".") or type(error).__name__
 
@@ -76,7 +76,7 @@ def one_line_of(
         raise
     except kinds as error:
         match = re.match(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error))
-        found = f"{match[1]}, which is no causal language model's" if match is not None else said(error)
+        found = f"{match[1]}, which is no causal language model's" if match is not None else message_of(error)
         if "trust_remote_code" in str(error):
             hint = "--trust_remote_code runs the Python files of its folder"
         raise InputError(what, where=where, found=found, hint=hint) from error

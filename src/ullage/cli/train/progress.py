@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -18,6 +18,9 @@ from ullage.core.units import rate
 from ullage.training.run.run_log import RunLog
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.stopping import EarlyEnd
+
+if TYPE_CHECKING:
+    from ullage.training import Trainer
 
 
 class Progress(TrainerCallback):
@@ -115,7 +118,7 @@ class Stop(EarlyEnd):
             self.end(control)
 
 
-def run_log(command: TrainCommand, trainer: Any) -> RunLog:
+def run_log(command: TrainCommand, trainer: Trainer) -> RunLog:
     """The callback that writes the log of the run."""
     return RunLog(trainer.meter, layout=_axes(command))
 

@@ -12,7 +12,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from ullage.planning import Plan
 from ullage.ranks.world import gather
 from ullage.training.setup.device_memory import DeviceMemory
 from ullage.training.step.metering import TokenMeter, num_parameters
+
+if TYPE_CHECKING:
+    from ullage.training import Trainer
 
 #: Steps that are trained, at most.
 _STEPS = 4
@@ -145,7 +148,7 @@ def _of_data(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def _of_steps(command: TrainCommand, trainer: Any, steps: _FirstSteps) -> dict[str, Any]:
+def _of_steps(command: TrainCommand, trainer: Trainer, steps: _FirstSteps) -> dict[str, Any]:
     """The steps of the run, and the mean of the first: samples over all ranks, and how they are packed or padded."""
     args, meter = trainer.args, trainer.meter
     per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps), 1)

@@ -16,6 +16,7 @@ from ullage.report.run import read_run
 
 if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
+    from ullage.training import Trainer
 
 #: What the docstrings, on which a call without data trains, often begin with.
 _DOCSTRINGS = "Return the "
@@ -54,7 +55,7 @@ class Voice:
                 print(f"\nLoad it and let it write:\n\n{summary['code']}", flush=True)
 
 
-def save_and_summarize(command: TrainCommand, trainer: Any, progress: Progress) -> dict[str, Any]:
+def save_and_summarize(command: TrainCommand, trainer: Trainer, progress: Progress) -> dict[str, Any]:
     """Save the model, evaluate it once more unless that was just done, and gather the figures of the run."""
     history = trainer.state.log_history
     # The Trainer has evaluated at the last step if its interval says so.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
     from ullage.cli.train.settings import TrainCommand
     from ullage.cli.train.summary import Voice
+    from ullage.training import Trainer
 
 app = typer.Typer(add_completion=False)
 
@@ -179,7 +180,7 @@ def _trainer(
         arguments.eval_strategy = IntervalStrategy.NO
     given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
     given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
-    trainer: Any
+    trainer: Trainer
     with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
         trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
@@ -192,7 +193,7 @@ def _trainer(
     return trainer, progress
 
 
-def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
+def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Trainer:
     """The trainer of a model that is spread over the axes that the call asks for; ``others`` as for the trainer."""
     import torch
 
@@ -210,7 +211,7 @@ def _parallel_trainer(command: TrainCommand, model: Any, **others: Any) -> Any:
     return Trainer(fsdp.parallelize(model, topology, **options), arguments, **others)
 
 
-def _train(trainer: Any, progress: Progress, command: TrainCommand, checkpoint: Path | None, say: Voice) -> bool:
+def _train(trainer: Trainer, progress: Progress, command: TrainCommand, checkpoint: Path | None, say: Voice) -> bool:
     """Train; returns whether to the end. After a signal prints how to continue, and exits with 130 or 143.
 
     Args:
@@ -249,7 +250,7 @@ def _train(trainer: Any, progress: Progress, command: TrainCommand, checkpoint: 
             sys.exit(signalled.exit_status)
         finally:
             progress.close()
-    folder = trainer.args.output_dir
+    folder: Any = trainer.args.output_dir
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
         where = f"{how} at step {trainer.state.global_step} of {trainer.state.max_steps}"

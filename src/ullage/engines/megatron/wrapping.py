@@ -33,7 +33,7 @@ from ullage.engines.megatron.dynamic import degree_groups
 from ullage.engines.megatron.params import core_takes_groups
 from ullage.engines.megatron.samples import FIELDS, pull, read_rows
 from ullage.engines.megatron.settings import Settings, Tail, is_dynamic, tail_of
-from ullage.exchange.agreement import compare_topologies
+from ullage.exchange.iterator import compare_topologies
 from ullage.exchange.lengths import Lengths, gather_or_fail
 from ullage.exchange.source import ITERABLE, Stream
 from ullage.exchange.steps import Options, PackedStep, StepMaker

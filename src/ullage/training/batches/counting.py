@@ -121,6 +121,7 @@ def label_elements(inputs: Any, name: str, *, shifts: bool | None, flattened: bo
 
 def _within_sequences(batch: RaggedBatch, places: Tensor) -> Tensor:
     """Places of answers, -100 for one behind its sequence, which heads ignore."""
+    # Sequences of 3 and 2 tokens with places [2, 2]: [2, -100].
     lengths = torch.tensor(batch.layout.lengths.tolist(), device=places.device)
     return places.masked_fill(places >= lengths, IGNORED_LABEL)
 

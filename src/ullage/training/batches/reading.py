@@ -44,7 +44,7 @@ class BatchReader:
     trainer's own classes. Nothing of the trainer is read before it is asked for, so a reader may be made first.
     """
 
-    def __init__(self, trainer: Any, mixin: type) -> None:
+    def __init__(self, trainer: transformers.Trainer, mixin: type) -> None:
         self._trainer, self._mixin = trainer, mixin
         self._form: str | None = None
 
@@ -55,7 +55,8 @@ class BatchReader:
     @property
     def model(self) -> nn.Module:
         """The model without what wraps it."""
-        return bare(self._trainer.model)
+        model: Any = self._trainer.model
+        return bare(model)
 
     @property
     def main_input(self) -> str:
@@ -128,7 +129,7 @@ class BatchReader:
         if packs:
             labels_from = None if self.takes_pairs or self.shifts is False else "input_ids"
             return ours if labels_from is None else RaggedCollator(labels_from=labels_from)
-        theirs = self._trainer.data_collator
+        theirs: Any = self._trainer.data_collator
         if theirs is transformers.default_data_collator:
             return EitherCollator(theirs, ours)
         if type(theirs) is transformers.DataCollatorWithPadding:
@@ -143,7 +144,8 @@ class BatchReader:
     def form(self) -> str:
         """The form in which the model takes a ragged batch (:func:`ullage.training.batches.forms.form_of`)."""
         if self._form is None:
-            self._form = forms.form_of(self._trainer.model)
+            model: Any = self._trainer.model
+            self._form = forms.form_of(model)
         return self._form
 
     def columns(self, chosen: list[str]) -> list[str]:
@@ -183,7 +185,8 @@ class BatchReader:
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
             inputs = inputs.select(name for name in inputs.names if name != field)
-            moved, sharding = self._trainer._prepare_input(inputs), sharding_of(self._trainer.model)
+            moved: Any = self._trainer._prepare_input(inputs)
+            sharding = sharding_of(self._trainer.model)
             keywords = None if sharding is None else sharding.keywords(moved)
             if keywords is None:
                 keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
@@ -199,7 +202,7 @@ class BatchReader:
                 hint="set remove_unused_columns=False if the collator needs columns that forward does not name",
             )
         lengths = counting.value_of(inputs, "input_lengths")
-        prepared = self._trainer._prepare_input(inputs)
+        prepared: Any = self._trainer._prepare_input(inputs)
         if prepared is inputs:  # nothing moved; whoever takes a field out takes it out of a copy
             prepared = copy.copy(prepared)
         if isinstance(lengths, Tensor):  # packing wants lengths on the host

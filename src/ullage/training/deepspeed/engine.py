@@ -134,7 +134,7 @@ def tensors_of(engine: Any) -> EngineTensors:
         for name, value in named(remove_duplicate=False):
             names.setdefault(id(value), []).append(experts.of(name))
 
-    def held(name: str, value: torch.Tensor, target: torch.Tensor, at: HeldRange) -> HeldTensor:
+    def describe(name: str, value: torch.Tensor, target: torch.Tensor, at: HeldRange) -> HeldTensor:
         own = experts.of(name)
         shape, stack = tuple(getattr(value, "ds_shape", value.shape)), experts.stacks.get(own)
         ranges = (at,) if at.length else ()
@@ -146,11 +146,11 @@ def tensors_of(engine: Any) -> EngineTensors:
     made, trained = [], set()
     for number, (group, flat) in enumerate(zip(_groups(zero), _flats(zero), strict=True)):
         parts = _partitions(group) if is_stage3(zero) else _stretch(zero, number, group, flat.numel())
-        mine = [held(zero.param_names[p], p, flat, part) for p, part in zip(group, parts)]
+        mine = [describe(zero.param_names[p], p, flat, part) for p, part in zip(group, parts)]
         trained.update(map(id, group))
         made.append(MasterWeights(flat, zero.sub_group_to_group_id[number] if is_stage3(zero) else number, mine))
     untrained = [
-        held(name, value, value, _part_of(value) if hasattr(value, "ds_id") else HeldRange(0, 0, value.numel()))
+        describe(name, value, value, _part_of(value) if hasattr(value, "ds_id") else HeldRange(0, 0, value.numel()))
         for name, value in _saved(engine.module)
         if id(value) not in trained
     ]

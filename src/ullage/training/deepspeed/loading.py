@@ -30,7 +30,7 @@ from ullage.checkpoint.conversion.checksums import compare_runs
 from ullage.checkpoint.core.manifest import BLOCK_BYTES
 from ullage.checkpoint.core.numbers import Bytes
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
-from ullage.checkpoint.files.crc import combine
+from ullage.checkpoint.files.archive import combine
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
 from ullage.core.replacing import replaced
@@ -280,7 +280,7 @@ class _RangeReader:
         """Compare the sums of what all ranks read; returns how many were compared, on all ranks. Collective."""
         world, count, runs = Axis.world(), 0, None
         with together(world, "summing what was read"):
-            runs = _joined(self._tally.runs, self._content)
+            runs = _join_runs(self._tally.runs, self._content)
         everywhere = gather_objects(runs, world)
         with together(world, "comparing the checkpoint's sums"):
             count = compare_runs(
@@ -417,7 +417,7 @@ def _make_weights(zero: Any, masters: list[MasterWeights]) -> None:
 # Comparison of what was read with the sums of the files and of their manifest
 
 
-def _joined(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
+def _join_runs(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
     """Runs (file, offset, bytes, crc) as [n, 4], those that follow one another within a record or block made one."""
     table = np.unique(np.array(runs, np.int64).reshape(-1, 4), axis=0)
     if len(table) < 2:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.training.batches.reading import defining_class
+
+if TYPE_CHECKING:
+    import transformers
 
 _Value = TypeVar("_Value")
 
@@ -100,7 +103,7 @@ class OwnLoss:
     owner: type | None
 
     @classmethod
-    def of(cls, trainer: Any) -> OwnLoss | None:
+    def of(cls, trainer: transformers.Trainer) -> OwnLoss | None:
         """The function in place of transformers' ``compute_loss`` or of the model's loss; None if nothing is."""
         if "compute_loss" in vars(trainer):
             return cls("compute_loss", trainer.compute_loss, None)
@@ -119,7 +122,7 @@ class OwnLoss:
             return False
 
 
-def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
+def declared_division(trainer: transformers.Trainer, own: OwnLoss | None) -> Division | None:
     """The value of ``packing_loss`` that holds for this loss, or what is known of a Trainer's source; None if neither.
 
     A declaration holds for the ``compute_loss`` of its class and of the classes under it. Whoever overrides the method
@@ -147,7 +150,7 @@ def declared_division(trainer: Any, own: OwnLoss | None) -> Division | None:
 
 
 def division_of(
-    trainer: Any, *, divides_by_count: bool, labels: str | None, counted: bool
+    trainer: transformers.Trainer, *, divides_by_count: bool, labels: str | None, counted: bool
 ) -> tuple[Division, str | None]:
     """The division of a packed microbatch's loss, and a warning where it was assumed.
 

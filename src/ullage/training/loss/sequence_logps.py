@@ -79,7 +79,8 @@ def sequence_logps(
     is_counted = labels != IGNORED_LABEL
     is_counted[bounds[:-1][lengths > 0]] = False
     counted = is_counted.nonzero()[:, 0]
-    # A token is predicted by the one before it.
+    # A token is predicted by the one before it. Of sequences of 3 and 2 tokens, the tokens 1, 2 and 4 are predicted by
+    # the logits at 0, 1 and 3; ``of`` is [0, 0, 0, 1, 1].
     logits = _logits(model, row, counted - 1)
     targets = labels[counted]
     parts = [

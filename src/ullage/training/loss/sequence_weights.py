@@ -14,7 +14,7 @@ are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss
 from ullage.training.loss.lazy_logits import LazyLogits
 from ullage.training.setup.arguments import WEIGHTINGS, weight_field
+
+if TYPE_CHECKING:
+    import transformers
 
 #: What a ``forward`` may name of losses, for its loss to be a cross-entropy of the logits that it returns, and a
 #: balance of experts by ``router_aux_loss_coef`` beside it.
@@ -84,7 +87,7 @@ def kind_of_loss(model: nn.Module) -> Kind | None:
     return "token" if known and by_token and loss_shifts(model) is not None else None
 
 
-def require_weighable(trainer: Any, model: nn.Module, word: str) -> None:
+def require_weighable(trainer: transformers.Trainer, model: nn.Module, word: str) -> None:
     """Raise ``InputError`` where the loss of ``trainer`` is not one in which sequences can be weighed by ``word``."""
     own = OwnLoss.of(trainer)
     if own is not None:
@@ -121,7 +124,7 @@ class SequenceWeigher:
     element of the microbatch that is running, float64 on the host; None where the model's own loss weighs them alike.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self.labels: Tensor | None = None
 

@@ -29,13 +29,14 @@ from ullage.training.setup.arguments import empty_step_of
 from ullage.training.step.packing import Packer
 
 
-def require_equal_ranks(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+def require_equal_ranks(trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
     """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
 
     Raises ``InputError`` for an empty data set, and under packing for a sequence that is known to be over the capacity;
     ``DistributedError`` on every rank where one failed, and where arguments or data differ.
     """
-    args, dataset = trainer.args, trainer.train_dataset
+    args = trainer.args
+    dataset: Any = trainer.train_dataset
     several = args.world_size > 1
     # A dataloader of a trainer's own may hold other data on every rank, and other samples than the data set.
     standard = type(trainer).get_train_dataloader is transformers.Trainer.get_train_dataloader
@@ -53,7 +54,7 @@ def require_equal_ranks(trainer: Any, reader: BatchReader, packer: Packer) -> No
         require_same_run([arguments for arguments, _ in ranks], [data for _, data in ranks])
 
 
-def _require_capacity(trainer: Any, reader: BatchReader, packer: Packer) -> None:
+def _require_capacity(trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
     """Raise ``InputError`` for a sequence over the capacity, where lengths are known without reading samples."""
     dataset, options = trainer.train_dataset, packer.options
     if options is None or options.oversize != "error":
@@ -71,7 +72,9 @@ def _require_capacity(trainer: Any, reader: BatchReader, packer: Packer) -> None
     raise error.at(listed([f"train_dataset[{index}]" for index in large], most=1))
 
 
-def collated(trainer: Any, reader: BatchReader, dataset: Any, indices: list[int]) -> RaggedBatch | None:
+def collated(
+    trainer: transformers.Trainer, reader: BatchReader, dataset: Any, indices: list[int]
+) -> RaggedBatch | None:
     """Samples of a training data set as the collator gives them; None if that is not known."""
     # Reading a sample may draw random numbers; the run is to draw the same as without this look.
     with random_states_kept():
@@ -204,12 +207,12 @@ def require_same_run(arguments: Sequence[Mapping[str, str]], data: Sequence[Mapp
             "ranks hold different training data, so samples would be trained twice or never",
             where="train_dataset",
             expected="the same samples in the same order on every rank",
-            found=by_rank([_told(each) for each in data]),
+            found=by_rank([_description(each) for each in data]),
             hint="load, filter and shuffle alike on every rank (with one seed): the Trainer deals samples out to ranks",
         )
 
 
-def _told(data: Mapping[str, Any]) -> str:
+def _description(data: Mapping[str, Any]) -> str:
     parts = [f"{data['length']:,} samples" if "length" in data else f"{data['kind']} without a length"]
     if "ends" in data:
         parts += [f"of {data['ends']} tokens", f"content {data['content'][:8]}"]

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,9 +35,13 @@ from ullage.ranks.world import agreement, gather
 from ullage.training.batches import targets
 from ullage.training.batches.reading import BatchReader
 from ullage.training.run.beginning import collated
+from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.device_memory import DeviceMemory
 from ullage.training.step.packing import Packer
 from ullage.training.step.verifying import within_engine
+
+if TYPE_CHECKING:
+    import transformers
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +59,7 @@ class CapacityFinder:
     ``trainer``: whose model, data and arguments count. ``reader``: of its batches. ``packer``: is told the number.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
 
     def begin_run(self) -> None:
@@ -88,23 +92,23 @@ class CapacityFinder:
             return
         kept: Any = self._trainer.state.stateful_callbacks
         if _FOUND not in kept:
-            kept[_FOUND] = self._find(model, options.strategy)
+            kept[_FOUND] = self._find(model, options)
         self._packer.found_capacity = kept[_FOUND]
         self._packer.forget_options()
 
-    def _find(self, model: nn.Module, strategy: str) -> int:
-        """The capacity that dry runs find, the same on every rank. ``strategy``: of the plans. Collective."""
+    def _find(self, model: nn.Module, options: PackingOptions) -> int:
+        """The capacity that dry runs find, the same on every rank. Collective."""
         several = self._trainer.args.world_size > 1
         with self._nothing_left_behind(model):
             with agreement("preparing the search for a capacity", several):
-                rows = _Rows.of(self._trainer, self._reader)
+                rows = _Rows.of(self._trainer, self._reader, keeps_whole=options.oversize == "error")
                 memory = DeviceMemory(self._trainer.args.device)
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
             self._run(model, rows, min(FIRST[0], rows.most), memory)
             # So is what the planner loads.
-            plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=strategy)
+            plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=options.strategy)
             memory.settle()
-            limit = memory.limit(self._trainer.args.packing_memory)
+            limit = memory.limit(getattr(self._trainer.args, "packing_memory", None))
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
             found = self._search(model, rows, memory, room)
             memory.settle()  # gives back what the runs have left
@@ -157,7 +161,8 @@ class CapacityFinder:
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
         module = within_engine(model)
         module.train()
-        inputs = trainer._prepare_inputs(targets.split_targets(row))
+        batch: Any = targets.split_targets(row)
+        inputs = trainer._prepare_inputs(batch)
         labels = self._reader.label_elements(inputs)
         count = None if labels is None else torch.tensor(max(1, self._reader.num_labels(inputs)), device=row.device)
         with trainer.compute_loss_context_manager():
@@ -231,7 +236,8 @@ class _Rows:
     may_cut: bool
 
     @classmethod
-    def of(cls, trainer: Any, reader: BatchReader) -> _Rows:
+    def of(cls, trainer: transformers.Trainer, reader: BatchReader, *, keeps_whole: bool) -> _Rows:
+        """``keeps_whole``: a row has to hold the longest sample, because none may be cut or left out."""
         dataset: Any = trainer.train_dataset
         most = _MOST
         length_column = getattr(trainer.args, "length_column_name", "length")
@@ -250,7 +256,7 @@ class _Rows:
         if longest:
             most = -(-min(step * longest, _MOST) // MULTIPLE) * MULTIPLE
             most = max(most, -(-longest // MULTIPLE) * MULTIPLE)
-        required = longest if trainer.args.packing_oversize == "error" else 0
+        required = longest if keeps_whole else 0
         return cls(joined, required, most, not batch.per_sequence and not targets.is_joined(joined))
 
     def row(self, tokens: int) -> RaggedBatch:
@@ -344,7 +350,9 @@ class CapacitySearch:
         failed = min((each for each in self.runs if each[1] > self.room), default=None)
         if failed is not None and failed[1] == inf:  # nobody knows by how much
             return (last + failed[0]) // 2
-        if failed is not None:  # between two runs on a line, whatever the noise of both
+        # Between two runs on a line, whatever the noise of both: where 256 tokens took 1 GB and 1,024 took 5 GB, a room
+        # of 3 GB is for 640.
+        if failed is not None:
             return last + int((failed[0] - last) * (self.room - used) / (failed[1] - used))
         known = sorted(self.runs)[-3:]
         grid = np.arange(MULTIPLE, self.bound + 1, MULTIPLE)

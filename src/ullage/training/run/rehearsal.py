@@ -40,7 +40,7 @@ _DOING = "evaluating a few samples before the first step"
 class Rehearsal:
     """The evaluation of ``trainer`` before its first step. ``reader``: of its batches."""
 
-    def __init__(self, trainer: Any, reader: BatchReader) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self._is_due, self._ignore_keys = False, None
 
@@ -96,7 +96,7 @@ class Rehearsal:
     def _problem_of(self, dataset: Any) -> tuple[Exception | None, bool]:
         """What evaluation of ``dataset`` raises on this rank, and whether metrics do."""
         trainer, failed = self._trainer, []
-        compute = trainer.compute_metrics
+        compute: Any = trainer.compute_metrics
 
         def guarded(*given: Any, **options: Any) -> Any:
             try:
@@ -155,6 +155,7 @@ class Rehearsal:
         before = {"callback_handler": trainer.callback_handler, "control": copy.copy(trainer.control)}
         loading = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor")
         workers = {name: getattr(args, name) for name in loading}
+        assert trainer.model is not None
         trained = trainer.model.training
         trainer.callback_handler = CallbackHandler([DefaultFlowCallback()], *parts)
         trainer.log = lambda *_, **__: None

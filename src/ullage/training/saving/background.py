@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -44,6 +44,9 @@ from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
 from ullage.ranks.groups import make_group
 from ullage.ranks.world import agreement, meeting_over, several_ranks
+
+if TYPE_CHECKING:
+    import transformers
 
 _LOG = logging.getLogger(__name__)
 #: torch's dtypes by the names in safetensors' headers. Packed ones, which have no name there, are not copied.
@@ -195,7 +198,7 @@ class BackgroundSave:
         is_on: whether the run saves in the background.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
         self._memory = HostMemory()
         self._axis: Axis | None = None

@@ -160,7 +160,7 @@ class WholeCheckpointMixin(_Base):
             elif self.args.should_save:
                 self._save(str(staging), whole)
 
-        with fsdp.whole_weights(self):
+        with fsdp.whole_weights(self.accelerator):
             write_into(
                 output_dir if output_dir is not None else self.args.output_dir or ".",
                 write_weights,
@@ -184,7 +184,7 @@ class WholeCheckpointMixin(_Base):
         if (sharding := sharding_of(self.model)) is not None:
             sharding.load(best, self.model)
             return
-        with fsdp.read_as_written(self, best):
+        with fsdp.read_as_written(self.accelerator, best):
             super()._load_best_model()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:

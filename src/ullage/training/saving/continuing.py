@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerState
@@ -41,6 +41,9 @@ from ullage.training.saving.checkpoints import put_back
 from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
+
+if TYPE_CHECKING:
+    import transformers
 
 _LATEST = "latest"
 #: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
@@ -133,7 +136,7 @@ def _from_plain(folder: Path, inventory: Inventory | None, here: ZeroConfig) -> 
 class Continuation:
     """Choice and loading of the checkpoint that ``trainer`` continues from."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
         self._conversion: Conversion | None = None
         self._content: Content | None = None
@@ -188,7 +191,7 @@ class Continuation:
                 where=str(checkpoint),
                 hint="continue with DeepSpeed, or on DDP or one process",
             )
-        fsdp.require_readable(self._trainer, Path(checkpoint))
+        fsdp.require_readable(Path(checkpoint), self._trainer.is_fsdp_enabled)
         return conversion
 
     @contextlib.contextmanager
@@ -220,7 +223,8 @@ class Continuation:
         """Load weights of another layout into ``model`` (None: the trainer's). Returns whether there were any."""
         if self._content is None:
             return False
-        load_weights(self._trainer.model if model is None else model, self._content)
+        whole: Any = self._trainer.model if model is None else model
+        load_weights(whole, self._content)
         return True
 
     def loads_optimizer(self, checkpoint: str | None) -> bool:
@@ -235,8 +239,10 @@ class Continuation:
         if self._content is None:
             return False
         assert checkpoint is not None
-        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
-        load_optimizer(optimizer, self._trainer.model, self._content)
+        model: Any = self._trainer.model
+        optimizer: Any = self._trainer.optimizer
+        scheduler: Any = self._trainer.lr_scheduler
+        load_optimizer(optimizer, model, self._content)
         schedule = Path(checkpoint) / "scheduler.pt"
         if not schedule.is_file():
             raise CheckpointError(

@@ -14,10 +14,10 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME
@@ -26,6 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ullage.core.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    import transformers
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,7 +135,7 @@ def sharding_on_cpus(arguments: Any) -> Iterator[None]:
             os.environ.pop(_ASKED, None)
 
 
-def require_sharding(trainer: Any) -> None:
+def require_sharding(trainer: transformers.Trainer) -> None:
     """Raise ``InputError`` on every rank where FSDP was asked for and the trainer's accelerator does not shard."""
     if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:
         if trainer.is_fsdp_xla_enabled:
@@ -147,7 +150,7 @@ def require_sharding(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def sharded_once(trainer: Any) -> Iterator[None]:
+def sharded_once(trainer: transformers.Trainer) -> Iterator[None]:
     """Within it the trainer's accelerator shards the trainer's model, or leaves one that is sharded already as it is.
 
     Does nothing without FSDP2. Raises ``InputError`` on every rank for a plan of layers that cannot be sharded.
@@ -175,18 +178,19 @@ def sharded_once(trainer: Any) -> Iterator[None]:
         finally:
             del accelerator._prepare_fsdp2
         return
-    _settle_plugin(accelerator.state.fsdp_plugin, trainer.model, accelerator.device)
+    _settle_plugin(accelerator.state.fsdp_plugin, model, accelerator.device)
     yield
     # What transformers asks before it generates: ranks whose sequences end early go on calling the model.
     if isinstance(trainer.model, FSDPModule):
         setattr(trainer.model, "_is_fsdp_managed_module", True)  # noqa: B010  a name that FSDPModule does not have
 
 
-def shard_for_evaluation(trainer: Any) -> None:
+def shard_for_evaluation(trainer: transformers.Trainer) -> None:
     """Shard a model that no run has sharded yet; accelerate does so with an optimizer only."""
     if not (trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2) or isinstance(trainer.model, FSDPModule):
         return
     accelerator = trainer.accelerator
+    assert trainer.model is not None
     with sharded_once(trainer):
         unused = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
         trainer.model, optimizer = accelerator.prepare(trainer.model, unused)
@@ -202,23 +206,24 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def whole_weights(trainer: Any) -> Iterator[None]:
+def whole_weights(accelerator: Accelerator) -> Iterator[None]:
     """Within it ``save_model`` writes the weights for ``from_pretrained``, whatever form checkpoints have."""
-    with _state_dicts_as(trainer, _FULL if trainer.is_fsdp_enabled else None):
+    with _state_dicts_as(accelerator, _FULL):
         yield
 
 
 @contextlib.contextmanager
-def read_as_written(trainer: Any, checkpoint: Path | None) -> Iterator[None]:
+def read_as_written(accelerator: Accelerator, checkpoint: Path | None) -> Iterator[None]:
     """Within it FSDP's part of ``checkpoint`` is read in the form that it was written in."""
-    with _state_dicts_as(trainer, _form_of(checkpoint) if checkpoint and trainer.is_fsdp_enabled else None):
+    with _state_dicts_as(accelerator, None if checkpoint is None else _form_of(checkpoint)):
         yield
 
 
 @contextlib.contextmanager
-def _state_dicts_as(trainer: Any, form: str | None) -> Iterator[None]:
+def _state_dicts_as(accelerator: Accelerator, form: str | None) -> Iterator[None]:
+    """Within it state dicts of FSDP have this form; does nothing for None, and without FSDP."""
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if form is None or plugin is None:
         yield
         return
@@ -240,10 +245,10 @@ def _form_of(checkpoint: Path) -> str | None:
     return _SHARDED if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir() else None
 
 
-def require_readable(trainer: Any, checkpoint: Path) -> None:
+def require_readable(checkpoint: Path, under_fsdp: bool) -> None:
     """Raise ``CheckpointError`` for a checkpoint of FSDP's continued without it, and the other way round."""
     written = checkpoint.is_dir() and _form_of(checkpoint)
-    if trainer.is_fsdp_enabled and checkpoint.is_dir() and not written:
+    if under_fsdp and checkpoint.is_dir() and not written:
         raise CheckpointError(
             "a checkpoint that was written without FSDP cannot be continued under it",
             where=str(checkpoint),
@@ -251,7 +256,7 @@ def require_readable(trainer: Any, checkpoint: Path) -> None:
             found="neither",
             hint="continue without fsdp, or begin a new run from its weights",
         )
-    if written and not trainer.is_fsdp_enabled:
+    if written and not under_fsdp:
         raise CheckpointError(
             "a checkpoint of FSDP's is continued under FSDP only",
             where=str(checkpoint),

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.ranks import Topology
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 #: Of a model: its :class:`Sharding`.
 ATTRIBUTE = "_ullage_sharding"
@@ -86,11 +89,14 @@ def sharding_of(model: Any) -> Sharding | None:
     return getattr(model, ATTRIBUTE, None)
 
 
-def data_ranks(trainer: Any) -> tuple[int, int]:
-    """This rank's place among those that draw different batches, and their number."""
-    sharding = sharding_of(trainer.model)
+def data_ranks(model: nn.Module | None, args: TrainingArguments) -> tuple[int, int]:
+    """This rank's place among those that draw different batches, and their number.
+
+    ``model``: the one that is trained, which may be sharded; ``args``: of its Trainer.
+    """
+    sharding = sharding_of(model)
     if sharding is None:
-        return trainer.args.process_index, trainer.args.world_size
+        return args.process_index, args.world_size
     return sharding.topology.dp.rank, sharding.topology.dp.size
 
 

@@ -101,9 +101,9 @@ RULES: dict[str, Mapping[str, Rule]] = {
 }
 
 
-def rules_of(trainer: Any) -> Mapping[str, Rule]:
+def rules_of(kind: type) -> Mapping[str, Rule]:
     """The rules of the nearest class of the trainer that has any; empty for a trainer that no table names."""
-    return nearest_in(RULES, type(trainer)) or {}
+    return nearest_in(RULES, kind) or {}
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class CallMetrics:
         """
         if not self.are_kept:
             return
-        trainer, rules = self._trainer, rules_of(self._trainer)
+        trainer, rules = self._trainer, rules_of(type(self._trainer))
         ranks = gather_records(dumps(_merge_calls(calls, rules)), Axis.world())
         merged = _values(rules, [json.loads(record) for record in ranks])
         if merged.pop(_TOTAL, None) is not None and hasattr(trainer, "_total_train_tokens"):

@@ -25,7 +25,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import Packer
 from ullage.training.step.stopping import StopFlag
+
+if TYPE_CHECKING:
+    import transformers
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class StepSource:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: transformers.Trainer,
         reader: BatchReader,
         packer: Packer,
         meter: TokenMeter,
@@ -214,12 +217,18 @@ class StepSource:
         finally:
             self._epoch, self._is_empty = None, False
 
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """What checkpoints keep of callbacks, by name."""
+        kept: Any = self._trainer.state.stateful_callbacks
+        return kept
+
     def _place(self, progress: dict[str, Any]) -> dict[str, Any] | None:
         """The keywords of the epoch, with the place that a checkpoint tells; None where it was trained before that."""
         if not self._resumes(progress):
             return progress
         self._require_same_steps(progress["num_update_steps_per_epoch"])
-        kept: Any = self._trainer.state.stateful_callbacks.get(_DRAWN)
+        kept = self._kept.get(_DRAWN)
         number = progress.get("epoch", 0)
         if not isinstance(kept, dict) or number > kept.get("epoch", -1):
             return progress
@@ -233,7 +242,7 @@ class StepSource:
 
     def _require_same_steps(self, steps_per_epoch: int) -> None:
         """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
-        state, (_, ranks) = self._trainer.state, data_ranks(self._trainer)
+        state, (_, ranks) = self._trainer.state, data_ranks(self._trainer.model, self._trainer.args)
         if sharding_of(self._trainer.model) is None or not state.epoch:
             return
         before = state.global_step / state.epoch
@@ -256,9 +265,9 @@ class StepSource:
         **others: Any,
     ) -> Epoch:
         """The beginning of an epoch: at its first batch, or behind those that were trained on before a checkpoint."""
-        rank, number = data_ranks(self._trainer)
+        rank, number = data_ranks(self._trainer.model, self._trainer.args)
         begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
-        drawn: Any = self._trainer.state.stateful_callbacks.pop(_DRAWN, None)
+        drawn = self._kept.pop(_DRAWN, None)
         if not self._resumes(others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
             return begun
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
@@ -282,7 +291,7 @@ class StepSource:
         # What is resumed skips one batch a step; this says which ranks are further, or have ended.
         if elsewhere or len(set(epoch.given.tolist())) > 1:
             kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
-            state.stateful_callbacks[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
+            self._kept[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
 
     # Drawing.
 
@@ -293,7 +302,7 @@ class StepSource:
 
         Collective: one reduction, which waits for the device. Raises on every rank if one has a problem.
         """
-        epoch = self._epoch or Epoch.of(data_ranks(self._trainer)[1])
+        epoch = self._epoch or Epoch.of(data_ranks(self._trainer.model, self._trainer.args)[1])
         self._is_empty = False
         if epoch.ended:
             return [], None
@@ -382,7 +391,7 @@ class StepSource:
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The step's one packed batch, made of as many batches as there are ranks, or of all that are left."""
-        rank, number = data_ranks(self._trainer)
+        rank, number = data_ranks(self._trainer.model, self._trainer.args)
         wanted = number
         drawn: list[RaggedBatch] = []
         meetings: list[StepCounts] = []

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
@@ -22,6 +22,9 @@ from ullage.training.loss.sequence_weights import kind_of_loss, weighted_sequenc
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packing import Packer
 
+if TYPE_CHECKING:
+    import transformers
+
 _logger = logging.getLogger(__name__)
 
 
@@ -31,7 +34,7 @@ class LossRule:
     ``trainer``: whose arguments and accelerator count. ``reader``: of its batches. ``packer``: of its steps.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         #: Why logits were needed, as last told.
         self._told: str | None = None

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,10 +41,13 @@ from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
-from ullage.training.step.metering import StepTimes, cost_of, num_parameters
+from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
 from ullage.training.step.packable import require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.verifying import PackingProof
+
+if TYPE_CHECKING:
+    import transformers
 
 logger = logging.get_logger(__name__)
 
@@ -137,11 +140,18 @@ class Packer:
     Args:
         trainer: whose arguments, model and accelerator count.
         reader: of its batches.
+        meter: the times of steps are added to it.
         padded_loss_of: gives what packs a trainer whose loss takes padded rows; None for any other trainer.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, padded_loss_of: Callable[[Any], PaddedLoss | None]) -> None:
-        self._trainer, self._reader, self._padded_loss_of = trainer, reader, padded_loss_of
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        reader: BatchReader,
+        meter: TokenMeter,
+        padded_loss_of: Callable[[transformers.Trainer], PaddedLoss | None],
+    ) -> None:
+        self._trainer, self._reader, self._meter, self._padded_loss_of = trainer, reader, meter, padded_loss_of
         self.metrics = CallMetrics(trainer)
         #: For packing_capacity='auto', once it is found.
         self.found_capacity: int | None = None
@@ -303,16 +313,15 @@ class Packer:
         ``batches``: those that this rank has drawn; none if its data have ended.
         """
         assert self.options is not None
-        meter = self._trainer.meter
-        meter.times.steps += 1
+        self._meter.times.steps += 1
         meets = self.meets_every_microbatch
         planner = StepPlanner(
-            self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=meter.times
+            self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=self._meter.times
         )
         padded = self.padded_loss
         step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
         step = replace(step, shifts=self._reader.shifts)
-        meter.add_packed(step.microbatches, step.plan, self.flops(step))
+        self._meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.complete(step, batches, planner.pack_beside)
 
     # One step.
@@ -340,7 +349,7 @@ class Packer:
                 # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
                 # its share is left. A share of zero is a division by infinity, hence zero.
                 self._share_of_step = share
-                number = 1 / (share * self.averaged_over) if share else math.inf
+                number: Any = 1 / (share * self.averaged_over) if share else math.inf
                 self._trainer.current_gradient_accumulation_steps = number
                 runs = self._runnable(inputs, microbatch, division)
                 batch = self._inputs_of(runs)

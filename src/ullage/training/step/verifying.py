@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.display import counted
+from ullage.core.display import quantity
 from ullage.mixers import call_equally_often, is_packed
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
@@ -28,6 +28,9 @@ from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packable import make_packable
+
+if TYPE_CHECKING:
+    import transformers
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class PackingProof:
         last: the last proof of this rank, None before.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Any) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
         self.last: Proof | None = None
@@ -167,7 +170,7 @@ class PackingProof:
         name = type(self._reader.model).__name__
         _logger.info(
             "packing proved on %s of %s tokens: %s, %s; %d tokens in %.2f s",
-            counted(len(proof.lengths), "sequence"),
+            quantity(len(proof.lengths), "sequence"),
             ", ".join(map(str, proof.lengths)),
             name,
             way,

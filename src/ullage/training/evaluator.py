@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -32,19 +32,22 @@ from ullage.ranks.wire import gather_objects
 from ullage.ranks.world import agreement, gather
 from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
-from ullage.training.evaluation.predicting import (
+from ullage.training.predicting import (
     BySample,
     Frame,
     Predictor,
     Record,
     as_tensors,
-    concatenated,
+    concatenate_blocks,
     each_part,
     missing_labels,
 )
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.packing import Packer
+
+if TYPE_CHECKING:
+    import transformers
 
 #: What is kept sample by sample, by the names of ``EvalPrediction``.
 _KINDS = ("predictions", "labels", "inputs", "losses")
@@ -61,7 +64,7 @@ class Evaluator:
         packer: cuts a large batch into microbatches.
     """
 
-    def __init__(self, trainer: Any, reader: BatchReader, packer: Packer) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.predictor = Predictor(trainer, reader)
         self.is_running = self._is_reporting = False
@@ -104,7 +107,7 @@ class Evaluator:
         model = self._prepared(prepare, description)
         share = dataloader.share if isinstance(dataloader, EvaluationLoader) else None
         batchwise = trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
-        trainer.callback_handler.eval_dataloader = dataloader
+        trainer.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
 
         def evaluate(inputs: Any) -> None:
             for microbatch, frame in self._microbatches(model, inputs):
@@ -196,7 +199,9 @@ class Evaluator:
         start = time.time()
         fsdp.shard_for_evaluation(trainer)
         prepare(DataLoader([]), description, True)  # pyright: ignore[reportArgumentType]
-        model = trainer.model_wrapped if first else trainer._wrap_model(trainer.model, training=False)
+        model: Any = trainer.model_wrapped if first else trainer.model
+        if not first:
+            model = trainer._wrap_model(model, training=False)
         trainer.model_preparation_time = round(time.time() - start, 4) if first else 0.0
         return model
 
@@ -262,7 +267,7 @@ class Evaluator:
         if outputs is not None:
             outputs = predictor.in_rows(outputs, inputs)
             if trainer.preprocess_logits_for_metrics is not None:
-                outputs = trainer.preprocess_logits_for_metrics(outputs, labels)
+                outputs = trainer.preprocess_logits_for_metrics(outputs, labels)  # pyright: ignore[reportArgumentType]
             record.keep("predictions", outputs)
 
     def _keep_by_sample(self, inputs: Any, record: Record, rows: forms.SampleRows, outputs: Any, labels: Any) -> None:
@@ -285,7 +290,7 @@ class Evaluator:
         """What ``compute_metrics`` makes of a step. ``ranks``: what each has kept of it, if not repeated."""
         compute: Any = self._trainer.compute_metrics
         steps = {name: [block for held in ranks for block in held.get(name, [])] for name in _KINDS}
-        found = {name: concatenated(blocks) if blocks else None for name, blocks in steps.items()}
+        found = {name: concatenate_blocks(blocks) if blocks else None for name, blocks in steps.items()}
         if found["predictions"] is None or found["labels"] is None:
             return None
         device = None if self.predictor.by_sample else self._trainer.args.device
@@ -310,7 +315,8 @@ class Evaluator:
         if args.world_size > 1:
             totals = self._trainer.accelerator.reduce(totals.to(args.device), "sum")
             assert isinstance(totals, Tensor)
-            totals /= args.world_size // data_ranks(self._trainer)[1]  # ranks that evaluate the same samples
+            # Ranks that evaluate the same samples: of 4 ranks that draw 2 batches, every sample was added up twice.
+            totals /= args.world_size // data_ranks(self._trainer.model, args)[1]
         return totals
 
     def _gather(self, mine: list[Any]) -> list[Any]:
@@ -322,7 +328,8 @@ class Evaluator:
     def _output(self, record: Record, totals: Tensor, prefix: str, metrics: Mapping[str, Any] | None) -> EvalLoopOutput:
         """``metrics``: those computed batch by batch, if they were."""
         loss, count, num_samples = totals.tolist()
-        world, concatenate = data_ranks(self._trainer)[1], self._trainer.args.eval_do_concat_batches
+        args = self._trainer.args
+        world, concatenate = data_ranks(self._trainer.model, args)[1], args.eval_do_concat_batches
         found = {name: record.gathered(name, self._gather, world, concatenate=concatenate) for name in _KINDS}
         predictions, labels = found["predictions"], found["labels"]
         compute = self._trainer.compute_metrics
@@ -416,7 +423,9 @@ class EvaluationLoader(DataLoader):
         return self.share.batch_size * self.share.world
 
 
-def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: int) -> EvaluationLoader:
+def evaluation_loader(
+    trainer: transformers.Trainer, dataset: Any, description: str, batch_size: int
+) -> EvaluationLoader:
     """This rank's evaluation batches of a trainer's data set, collated and loaded as its arguments say.
 
     ``description``: "Evaluation" or "Prediction". Raises ``InputError`` for a data set that is known to be empty, and
@@ -437,7 +446,7 @@ def evaluation_loader(trainer: Any, dataset: Any, description: str, batch_size: 
         dataset = trainer._remove_unused_columns(dataset, description=description)
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description=description)
-    share = _Share(batch_size, *data_ranks(trainer))
+    share = _Share(batch_size, *data_ranks(trainer.model, args))
     options = {"collate_fn": collator, "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available()}
     # A dataset without indices is read in this process: worker processes would each read all of it.
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from ullage.training.batches import counting, forms
 from ullage.training.batches.reading import BatchReader
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.call_metrics import Taken
+
+if TYPE_CHECKING:
+    import transformers
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def in_rows(entries: Sequence[Tensor], frame: Frame | None = None) -> Tensor:
         shape[0], starts = frame.width, list(frame.starts) if fits else starts
     if all(list(entry.shape) == shape for entry in entries):
         return torch.stack(list(entries))
+    # [5, 6] and [7] become [[5, 6], [7, -100]]; in a frame 3 wide with starts 1 and 2, [[-100, 5, 6], [-100, -100, 7]].
     made = entries[0].new_full((len(entries), *shape), IGNORED_LABEL)
     for row, entry, start in zip(made, entries, starts):
         row[(slice(start, start + len(entry)), *map(slice, entry.shape[1:]))] = entry
@@ -113,7 +117,7 @@ class BySample:
     ragged: bool
 
 
-def concatenated(blocks: list[Any]) -> Any:
+def concatenate_blocks(blocks: list[Any]) -> Any:
     """What is kept of batches as one; in tuples and dicts part by part.
 
     Arrays [n, ...] are filled with -100 up to the largest: transformers' ``nested_concat`` over all batches at once,
@@ -126,12 +130,12 @@ def concatenated(blocks: list[Any]) -> Any:
         parts = {name: [block[name] for block in blocks] for name in names}
         blocks.clear()
         del first
-        joined = {name: concatenated(parts.pop(name)) for name in names}
+        joined = {name: concatenate_blocks(parts.pop(name)) for name in names}
         return tuple(joined.values()) if isinstance(names, range) else joined
-    return _joined(blocks)
+    return _join(blocks)
 
 
-def _joined(blocks: list[Any]) -> Any:
+def _join(blocks: list[Any]) -> Any:
     if isinstance(blocks[0], BySample):
         entries = [entry for block in blocks for entry in block.entries]
         is_alike = not any(block.ragged for block in blocks) and len({entry.shape for entry in entries}) == 1
@@ -171,7 +175,7 @@ _TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForQue
 class Predictor:
     """Predictions of a trainer's model. ``trainer``: whose model and arguments count. ``reader``: of its batches."""
 
-    def __init__(self, trainer: Any, reader: BatchReader) -> None:
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader) -> None:
         self._trainer, self._reader = trainer, reader
         self._frame: Frame | None = None
 
@@ -433,7 +437,7 @@ class Record:
     def gathered(
         self, name: str, gather: Callable[[list[Any]], list[Any]], world: int, *, concatenate: bool = True
     ) -> Any:
-        """All that is kept of a kind, :func:`concatenated` in the order of the dataset; None if there is nothing.
+        """All that is kept of a kind, :func:`concatenate_blocks` in the order of the dataset; None if there is nothing.
 
         Without ``concatenate``, a list with one such result per step, each of all ranks' batches. Collective for
         ``world > 1``. What is kept is given away.
@@ -454,7 +458,7 @@ class Record:
                 del ranks
         if concatenate:
             steps = [[block for step in steps for block in step]]
-        joined = [concatenated(step) for step in steps if step]
+        joined = [concatenate_blocks(step) for step in steps if step]
         return (joined[0] if concatenate else joined) if joined else None
 
 
@@ -474,7 +478,7 @@ def _as_arrays(entry: Any) -> Any:
 
 
 def as_tensors(value: Any, device: torch.device | None = None) -> Any:
-    """The result of :func:`concatenated` with tensors in the place of arrays; on the host without ``device``."""
+    """The result of :func:`concatenate_blocks` with tensors in the place of arrays; on the host without ``device``."""
     return tree_map(lambda part: torch.from_numpy(part).to(device) if isinstance(part, np.ndarray) else part, value)
 
 
