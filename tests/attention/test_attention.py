@@ -14,6 +14,7 @@ from ullage import InputError, RaggedBatch
 from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
 from ullage.attention.segments import arrange
 from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, serves_flex, varlen_attention
+from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 
@@ -32,6 +33,7 @@ SIZES = {
 }
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "attn_pdrop": 0.0}
 WINDOWED = {"sliding_window": 8}
+MIXED = ["full_attention", "sliding_attention"]
 GEMMA3 = {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
@@ -59,12 +61,7 @@ MODELS = {
 }
 MORE_MODELS = {
     "qwen2": {},
-    "qwen2-windowed": {
-        **WINDOWED,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
+    "qwen2-windowed": {**WINDOWED, "use_sliding_window": True, "max_window_layers": 0, "layer_types": MIXED},
     "phi3": WINDOWED,
     "olmo2": {},
     "olmo3": WINDOWED,
@@ -126,30 +123,11 @@ def assert_same(found, expected, tolerance=1e-5):
     assert max(float(g.abs().max()) for g in expected[2].values()) > 1e-3  # there is something to compare
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MODELS)])
 def test_packed_equals_one_by_one(name):
-    model = build(name, **MODELS[name])
+    model = build(name, **{**MODELS, **MORE_MODELS}[name])
     assert supports_packing(model)
     samples = samples_of(LENGTHS)
-    assert_same(packed(model, samples), one_by_one(model, samples))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_MODELS)
-def test_packed_equals_one_by_one_in_more_models(name):
-    model = build(name, **MORE_MODELS[name])
-    assert supports_packing(model)
-    samples = samples_of(LENGTHS)
-    assert_same(packed(model, samples), one_by_one(model, samples))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS])
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_equals_one_by_one_whatever_the_lengths(name, seed):
-    lengths = np.random.default_rng(seed).lognormal(2.5, 1.2, 24).astype(int).clip(1, 400)
-    samples = samples_of(lengths.tolist(), seed)
-    model = build(name, **MODELS[name])
     assert_same(packed(model, samples), one_by_one(model, samples))
 
 
@@ -303,32 +281,15 @@ def test_a_model_that_cannot_be_packed_is_refused_before_and_in_forward(name):
         model(**keywords)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "reason"),
-    [
-        ("mamba", {"state_size": 8}, "state"),
-        ("mamba2", {"state_size": 8, "num_heads": 8, "expand": 2, "n_groups": 1}, "state"),
-        ("falcon_mamba", {"state_size": 8}, "state"),
-        ("jamba", {"num_experts": 2, "use_mamba_kernels": False}, "state"),
-        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": "auto"}, "state"),
-        ("rwkv", {"attention_hidden_size": 64}, "state"),
-        ("nemotron", {}, "hand cu_seq_lens"),
-        ("doge", {}, "changes the mask"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'conv'"),
-        ("bloom", {"n_head": 4}, "interface"),
-        ("mpt", {"n_heads": 4, "d_model": 64, "n_layers": 2}, "interface"),
-    ],
-)
-def test_a_model_whose_tokens_meet_elsewhere_is_refused(name, sizes, reason):
-    own = {key: value for key, value in SIZES.items() if name not in ("mpt", "bloom") or key == "vocab_size"}
-    if name in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
-        own = {key: own[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    if name == "mamba2":
-        own["head_dim"] = 16
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**own, **sizes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="ullage")
-    with pytest.raises(InputError, match=reason) as caught:
+MEETING = dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "rwkv"), "state")
+MEETING |= {"nemotron": "hand cu_seq_lens", "doge": "changes the mask", "lfm2": "'conv'"}
+MEETING |= dict.fromkeys(("bloom", "mpt"), "interface")
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_a_model_whose_tokens_meet_elsewhere_is_refused(name):
+    model = tiny_model(name, "causal", attn_implementation="ullage")
+    with pytest.raises(InputError, match=MEETING[name]) as caught:
         require_packing(model)
     assert type(model).__name__ in str(caught.value)
 
@@ -349,14 +310,10 @@ def test_another_implementation_is_refused():
         require_packing(model)
 
 
-def test_a_mask_or_a_cache_beside_the_lengths_is_refused():
+def test_a_cache_beside_the_lengths_is_refused():
     model = build("llama")
     batch = RaggedBatch.from_samples(samples_of((4, 6)))
     keywords = batch.to_flattened()
-    with pytest.raises(InputError, match="attention_mask was given together with cu_seq_lens"):
-        model(**keywords, attention_mask=torch.ones(1, 10, dtype=torch.int64))
-    with pytest.raises(InputError, match="attention_mask was given together with cu_seq_lens"):
-        model(**keywords, attention_mask=torch.ones(1, 1, 10, 10, dtype=torch.bool))
     filled = model(input_ids=batch["input_ids"][None]).past_key_values
     with pytest.raises(InputError, match=r"cannot continue a cache.*20 keys, 10 queries"):
         model(**keywords, past_key_values=filled)
@@ -379,6 +336,11 @@ def test_positions_that_start_anew_without_lengths_are_refused():
         ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "does not tile the row.*sum to 10 tokens.*9 in 2"),
         ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "does not tile the row"),
         ({"cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k differs"),
+        (
+            {"attention_mask": torch.ones(1, 10, dtype=torch.int64)},
+            "attention_mask was given together with cu_seq_lens",
+        ),
+        ({"attention_mask": torch.ones(1, 1, 10, 10).bool()}, "attention_mask was given together with cu_seq_lens"),
         ({"cu_seq_lens_q": None}, "cu_seq_lens_k came without cu_seq_lens_q"),
         ({"cu_seq_lens_q": torch.tensor([0.0, 10.0])}, "must hold cumulated lengths.*float32"),
         ({"something": torch.ones(1)}, "does not honour the keyword 'something'"),

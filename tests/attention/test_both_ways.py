@@ -108,12 +108,6 @@ def test_padding_tokens_within_a_sequence_do_not_count_in_roberta():
         assert_same(compared(model, samples))
 
 
-def test_a_deep_copy_of_a_packed_encoder_is_packed():
-    model = build("roberta", implementation="sdpa")
-    ullage.pack_model(model)
-    assert_same(compared(copy.deepcopy(model), samples_of((5, 9))))
-
-
 def test_heads_that_look_for_the_first_token_are_refused():
     for auto in (AutoModel, AutoModelForSequenceClassification):
         assert "first token" in (packing_problem(build("bert", auto)) or "")
@@ -133,10 +127,7 @@ def test_rows_of_an_encoder_are_not_cut_over_ranks():
 
 def test_a_mask_of_the_other_direction_is_refused():
     model = build("bert")
-    model.bert.encoder.layer[0].attention.self.is_causal = True
-    with pytest.raises(InputError, match="pattern cannot be packed"):
-        model(**RaggedBatch.from_samples(samples_of((5, 9))).to_flattened())
-    for layer in model.bert.encoder.layer:
+    for layer in model.bert.encoder.layer:  # one of two, then both
         layer.attention.self.is_causal = True
-    with pytest.raises(InputError, match="the model's own attention pattern cannot be packed"):
-        model(**RaggedBatch.from_samples(samples_of((5, 9))).to_flattened())
+        with pytest.raises(InputError, match="the model's own attention pattern cannot be packed"):
+            model(**RaggedBatch.from_samples(samples_of((5, 9))).to_flattened())

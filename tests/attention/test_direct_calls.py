@@ -22,6 +22,8 @@ pytestmark = pytest.mark.parity
 NAMED = ("bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "minimax", "nemotron_h", "recurrent_gemma")
 NAMED += ("distilbert", "modernbert", "gpt2", "llama", "nemotron", "roberta-causal")
 PADDED = ("padded right", "padded left")
+MEET = "would let packed sequences see each other"
+RESTART = "position_ids restart within a row, but no cu_seq_lens_q"
 
 
 def flattened(lengths, **more):
@@ -36,11 +38,7 @@ def alone(model, keywords):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=[pytest.mark.slow] * (family not in NAMED))
-        for family in FAMILIES
-        if family not in UNSEEN
-    ],
+    [pytest.param(each, marks=[pytest.mark.slow] * (each not in NAMED)) for each in FAMILIES if each not in UNSEEN],
 )
 def test_a_direct_packed_call_is_exact_or_raises_and_a_padded_one_is_as_ever(family):
     found = direct_calls(family)
@@ -54,24 +52,16 @@ def test_a_direct_packed_call_is_exact_or_raises_and_a_padded_one_is_as_ever(fam
 @pytest.mark.parametrize(
     ("family", "call", "words"),
     [
-        ("bamba", "lengths", "would let packed sequences see each other: BambaModel carries a state along the row"),
-        ("lfm2", "lengths", "would let packed sequences see each other: Lfm2Model has layers of kind 'conv'"),
-        (
-            "minimax",
-            "lengths",
-            "would let packed sequences see each other: MiniMaxModel has layers of kind 'linear_att",
-        ),
-        (
-            "nemotron",
-            "lengths",
-            "cu_seq_lens_q was given to the model, but did not reach its attention .NemotronAttent",
-        ),
+        ("bamba", "lengths", f"{MEET}: BambaModel carries a state along the row"),
+        ("lfm2", "lengths", f"{MEET}: Lfm2Model has layers of kind 'conv'"),
+        ("minimax", "lengths", f"{MEET}: MiniMaxModel has layers of kind 'linear_att"),
+        ("nemotron", "lengths", "was given to the model, but did not reach its attention .NemotronAttent"),
         ("gpt2", "lengths without positions", "cu_seq_lens_q came without position_ids.*to_flattened"),
         ("roberta-causal", "lengths", r"RobertaEmbeddings\) counts positions from 1, and a packed row from 0"),
-        ("modernbert", "positions", "position_ids restart within a row, but no cu_seq_lens_q"),
-        ("distilbert", "positions without a cache", "position_ids restart within a row, but no cu_seq_lens_q"),
-        ("recurrent_gemma", "positions", "position_ids restart within a row, but no cu_seq_lens_q"),
-        ("llama", "positions beside a mask of ones", "position_ids restart within a row, but no cu_seq_lens_q"),
+        ("modernbert", "positions", RESTART),
+        ("distilbert", "positions without a cache", RESTART),
+        ("recurrent_gemma", "positions", RESTART),
+        ("llama", "positions beside a mask of ones", RESTART),
     ],
 )
 def test_a_refused_call_names_why(family, call, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import importlib
 import inspect
+import json
 import sys
 import types
 from types import SimpleNamespace
@@ -14,31 +15,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.launch import ROOT
 from ullage.core.errors import InputError
 from ullage.engines import axolotl, llama_factory, nemo_rl, openrlhf, skyrl, slime, swift, trl_async, verl
+from ullage.engines.packers import BinPacker
 
-UPSTREAM = {
-    slime.build_dp_schedule: "args, train_parallel_config, total_lengths, global_batch_size, rollout_indices",
-    slime.first_fit_pack: "total_lengths, max_tokens_per_bin",
-    slime.get_seqlen_balanced_partitions: "seqlen_list, k_partitions, equal_size",
-    slime.get_minimum_num_micro_batch_size: "total_lengths, max_tokens_per_gpu",
-    openrlhf.get_minimum_num_micro_batch_size: "total_lengths, max_tokens_per_gpu, ring_attn_size, "
-    "ds_tensor_parallel_size",
-    skyrl.make_seq_packer: "algorithm, bin_capacity, min_bin_count=None, bin_count_multiple=None",
-    swift.calculate_matched_group: "sequences, packing_length, is_finished=True, strategy='binpack'",
-    llama_factory.greedy_knapsack: "numbers, capacity",
-    trl_async.balance_by_squared_length: "examples, num_groups",
-    axolotl.MultipackBatchSampler: "sampler, batch_size, batch_max_len, lengths, bin_size, "
-    "packing_efficiency_estimate=1.0, drop_last=True, num_count_samples=4, sequential=False, group_size=100000, "
-    "num_processes=None, safe_mode=True, mp_start_method='fork', kwargs",
+#: By framework: our functions, and the names under which ``make watch`` holds upstream's signatures against its source.
+OURS = {
+    "verl": [verl.get_seqlen_balanced_partitions, verl.rearrange_micro_batches],
+    "nemo_rl": [nemo_rl.get_packer, (BinPacker.pack, "SequencePacker.pack")],
+    "slime": [slime.build_dp_schedule, slime.get_seqlen_balanced_partitions, slime.first_fit_pack],
+    "openrlhf": [openrlhf.get_seqlen_balanced_partitions, openrlhf.get_minimum_num_micro_batch_size],
+    "skyrl": [skyrl.make_seq_packer],
+    "swift": [swift.calculate_matched_group],
+    "axolotl": [axolotl.MultipackBatchSampler.__init__],
+    "llama_factory": [llama_factory.greedy_knapsack],
+    "trl": [(trl_async.balance_by_squared_length, "_balance_by_squared_length")],
 }
 
 
-@pytest.mark.parametrize("callable_", UPSTREAM, ids=lambda c: c.__qualname__)
-def test_signatures_are_upstreams(callable_):
-    parameters = inspect.signature(callable_).parameters.values()
-    written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
-    assert ", ".join(written) == UPSTREAM[callable_]
+@pytest.mark.parametrize("framework", OURS)
+def test_signatures_are_those_that_are_watched_upstream(framework):
+    watched = json.loads((ROOT / "maintenance" / "watched.json").read_text())[framework]["files"].values()
+    theirs = {name: signature for names in watched for name, signature in names.items()}
+    for each in OURS[framework]:
+        callable_, name = each if isinstance(each, tuple) else (each, each.__qualname__)
+        upstream = [part for part in theirs[name].split(", ") if part != "*"]
+        parameters = inspect.signature(callable_).parameters.values()
+        names = [part.partition("=")[0].strip("*") for part in upstream]
+        ours = [p for p in parameters if p.kind is not p.KEYWORD_ONLY or p.name in names]  # more is ours by keyword
+        assert [str(p.replace(annotation=p.empty)) for p in ours] == upstream
 
 
 def arguments(**changed):
@@ -129,21 +135,15 @@ def test_the_frameworks_own_flops_are_the_work_where_it_is_loaded(monkeypatch):
     assert all(sorted(mine) in ([0, 2], [0, 3], [1, 2], [1, 3]) for mine in samples)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_openrlhfs_two_functions_keep_the_cap_together(lengths):
-    count = openrlhf.get_minimum_num_micro_batch_size(lengths, 8, 2, 1)
-    parts = openrlhf.get_seqlen_balanced_partitions(lengths, count, False)
-    assert len(parts) == count
-    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 16 for part in parts)
-
-
 @pytest.mark.regression
+@pytest.mark.parametrize(("framework", "shape"), [(openrlhf, (8, 2, 1)), (slime, (16,))], ids=["openrlhf", "miles"])
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_miles_counts_what_its_partitions_need_to_keep_the_cap(lengths):
-    count = slime.get_minimum_num_micro_batch_size(lengths, 16)
-    parts = slime.get_seqlen_balanced_partitions(lengths, count, False)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_as_many_parts_as_are_counted_keep_the_cap(framework, shape, lengths):
+    """Of 16 tokens: for 8 and a ring of 2, or as they are."""
+    count = framework.get_minimum_num_micro_batch_size(lengths, *shape)
+    parts = framework.get_seqlen_balanced_partitions(lengths, count, False)
+    assert len(parts) == count
     assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 16 for part in parts)
 
 

@@ -51,7 +51,6 @@ TWO = {
     "gradients that meet in every microbatch": ("llama", trained(mesh=[2, 1, 1], reduce_every_microbatch=True)),
 }
 REFUSED = {
-    "no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
     "GPT2LMHeadModel has no tensor-parallel plan": ["refuse", {"kind": "gpt2", "mesh": [1, 1, 2]}],
     "is recurrent": ["refuse", {"kind": "recurrent", "mesh": [1, 1, 2]}],
     "carries a state from token to token": ["refuse", {"kind": "recurrent", "mesh": [1, 2, 1]}],

@@ -83,21 +83,20 @@ def test_two_processes_train_as_a_plain_trainer(ran, kind):
         assert rank[kind]["norms"] == pytest.approx(ran[1][0][kind]["norms"], rel=1e-5)
 
 
-def test_a_classifier_trains_over_tp(ran):
-    assert_same(ran, 2, "classes, tp", ran[1][0]["sequence"])
-
-
 @pytest.mark.parametrize(
-    ("name", "plain"), [("continued", "llama"), ("continued, tp", "llama"), ("continued lora", "lora")]
+    ("world", "name", "plain"),
+    [
+        (2, "classes, tp", "sequence"),
+        # From a plain Trainer's checkpoint: the losses before it are those of its state, five are computed here.
+        (2, "continued", "llama"),
+        (2, "continued, tp", "llama"),
+        (2, "continued lora", "lora"),
+        (4, "run, hsdp", "llama"),
+        (4, "run, tp", "llama"),
+    ],
 )
-def test_a_plain_trainers_checkpoint_goes_on_here(ran, name, plain):
-    """The losses before the checkpoint are those of its state; the five after it are computed here."""
-    assert_same(ran, 2, name, ran[1][0][plain])
-
-
-@pytest.mark.parametrize("name", ["run, hsdp", "run, tp"])
-def test_layouts_of_four_train_as_a_plain_trainer(ran, name):
-    assert_same(ran, 4, name, ran[1][0]["llama"])
+def test_layouts_train_as_a_plain_trainer(ran, world, name, plain):
+    assert_same(ran, world, name, ran[1][0][plain])
 
 
 @pytest.mark.parametrize("run", ["two-lora", "four-tp", "four-hsdp"])
@@ -117,9 +116,8 @@ def test_an_engines_checkpoint_is_shown(ran, folder):
     assert inventory.problems() == []
     assert (inventory.written_by.dp, inventory.written_by.tp, set(inventory.steps.values())) == (2, 2, {5.0})
     assert inventory.keys == ("fp32", "exp_avg", "exp_avg_sq")
-    cut = inventory.tensor(
-        "model.layers.0.self_attn.o_proj.weight"
-    )  # by tp along its second dim, by dp along the first
+    # By tp along its second dim, by dp along the first.
+    cut = inventory.tensor("model.layers.0.self_attn.o_proj.weight")
     assert (cut.merge.kind, cut.num_fragments) == ("columns", 4)
     replicated = checkpoint.read(folder / "four-hsdp" / "checkpoint-5")
     assert replicated.written_by.wrapper == "FSDP2, dp_replicate 2"

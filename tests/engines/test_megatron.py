@@ -1,5 +1,6 @@
 """The parts of the Megatron engine that need one process: samples, settings, slots, FLOPs."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import megatron_samples
+from tests.support.megatron_samples import pack, sample
 from ullage import InputError, RaggedBatch
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -23,34 +26,11 @@ from ullage.ranks import Topology
 pytest.importorskip("megatron.core")
 
 
-def config(**changes):
-    fields = {
-        "max_seqlen_per_dp_cp_rank": 64,
-        "sequence_packing_scheduler": "balanced",
-        "virtual_pipeline_model_parallel_size": None,
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def sample(length, padded, first=1):
-    tokens = torch.arange(first, first + padded)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": torch.ones(padded),
-        "position_ids": torch.arange(padded),
-        "original_seq_len": torch.tensor(length),
-        "padded_seq_len": torch.tensor(padded),
-    }
+config = partial(megatron_samples.config, max_seqlen_per_dp_cp_rank=64)
 
 
 def packed_sample(lengths, slots, first=1):
-    parts = [sample(n, slot, first + 1000 * i) for i, (n, slot) in enumerate(zip(lengths, slots))]
-    joined = {name: torch.cat([part[name] for part in parts]) for name in list(parts[0])[:4]}
-    return joined | {
-        "cu_seqlens": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
-        "cu_seqlens_padded": torch.tensor(np.cumsum([0, *slots]), dtype=torch.int32),
-    }
+    return pack([sample(n, slot, first + 1000 * i) for i, (n, slot) in enumerate(zip(lengths, slots))])
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=6)

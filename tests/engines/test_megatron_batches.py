@@ -134,7 +134,7 @@ def test_a_middle_stage_with_a_prediction_layer_has_all_four_fields(behaviours):
 
 def test_every_stage_may_have_an_iterator(behaviours):
     """Read by all of them, or by the ends only: the same rows, and nothing read in the middle."""
-    found = [rank["every stage"] for rank in behaviours]
+    found = [rank["every_stage"] for rank in behaviours]
     lengths = [7, 12, 30, 4, 9]
     for rank in found:
         assert [rank[owners]["totals"] for owners in ("ends", "stages")] == [[62, 49 + 144 + 900 + 16 + 81]] * 2
@@ -150,7 +150,7 @@ def test_every_stage_may_have_an_iterator(behaviours):
 
 
 def test_a_stage_that_is_out_of_step_or_without_an_iterator_is_an_error_everywhere(behaviours):
-    found = [rank["every stage"] for rank in behaviours]
+    found = [rank["every_stage"] for rank in behaviours]
     assert all("rank 2 has other lengths" in rank["out of step"] for rank in found)
     assert all("must have a data iterator" in rank["one without"] for rank in found)
     assert [rank["one without"].startswith("InputError") for rank in found] == [False, True, False, False]
@@ -167,7 +167,7 @@ def test_iterators_end_with_a_short_step_and_then_on_all_ranks_together(behaviou
 
 
 def test_rows_that_are_packed_already_stay_as_they_are(behaviours):
-    found = [rank["packed already"] for rank in behaviours]
+    found = [rank["packed_already"] for rank in behaviours]
     assert [rank["totals"] for rank in found] == [[2, 25, 25 + 81 + 16 + 49]] * 4
     rows = {
         0: [[[*range(1, 6), *range(100, 109)], [0, 5, 14]], [[*range(1, 5)], [0, 4]]],

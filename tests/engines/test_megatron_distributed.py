@@ -1,24 +1,14 @@
 """megatron-core's real GPT on gloo, trained on our packed steps, against one sequence at a time in one process."""
 
-import json
-
 import pytest
 
-from tests.support.launch import ROOT, torchrun
+from tests.support.launch import ROOT, records
 
 pytestmark = pytest.mark.distributed
 
 pytest.importorskip("megatron.core")
 
 WORKER = ROOT / "tests" / "support" / "megatron_parity.py"
-
-
-def records(processes, *cases, timeout=400):
-    """What the worker prints for each case, all of them in one launch."""
-    output = torchrun(processes, WORKER, *cases, timeout=timeout)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert [record["case"] for record in found] == list(cases), output[-3000:]
-    return found
 
 
 def check(record):
@@ -31,7 +21,7 @@ def check(record):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_sequence_at_a_time():
-    found = records(2, "dp2", "tp2+sp", "pp2", "cp2")
+    found = records(2, WORKER, "dp2", "tp2+sp", "pp2", "cp2")
     for record in found:
         check(record)
     # Real tokens, whatever the slots of a layout are; 3, 4, 5, ... are drawn, so that the sums differ.
@@ -39,35 +29,27 @@ def test_two_processes_train_as_one_sequence_at_a_time():
 
 
 @pytest.mark.slow
-def test_two_processes_in_the_other_ways():
-    for record in records(2, "tp2", "pp2.vpp2", "dp2.auto", "cp2.mtp"):
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        (2, ["tp2", "pp2.vpp2", "dp2.auto", "cp2.mtp"]),
+        (4, ["pp4", "dp2.cp2", "tp2.pp2+sp", "tp2.cp2+sp", "pp2.cp2", "pp4.vpp2", "cp4"]),
+        # A prediction layer alone on a middle stage: its embedding and rolled labels come from our batches, and the
+        # loss of what it predicts is on the next stage.
+        (4, ["pp4.mtp.middle"]),
+        (8, ["tp2.pp2.cp2+sp", "dp2.tp2.cp2+sp", "pp2.vpp2.tp2.cp2+sp"]),
+    ],
+    ids=["two", "four", "middle", "eight"],
+)
+def test_every_combination_trains_as_one_sequence_at_a_time(processes, cases):
+    for record in records(processes, WORKER, *cases):
         check(record)
-
-
-@pytest.mark.slow
-def test_four_processes_in_every_combination():
-    cases = ("pp4", "dp2.cp2", "tp2.pp2+sp", "tp2.cp2+sp", "pp2.cp2", "pp4.vpp2", "cp4")
-    for record in records(4, *cases):
-        check(record)
-
-
-@pytest.mark.slow
-def test_a_multi_token_prediction_layer_alone_on_a_middle_stage():
-    """Its embedding and rolled labels come from our batches, and the loss of what it predicts is on the next stage."""
-    [record] = records(4, "pp4.mtp.middle")
-    check(record)
 
 
 @pytest.mark.slow
 def test_a_degree_for_each_microbatch_trains_as_well():
-    found = records(4, "dp4.auto", "cp2.auto", "tp2.auto+sp", "pp2.auto")
+    found = records(4, WORKER, "dp4.auto", "cp2.auto", "tp2.auto+sp", "pp2.auto")
     for record in found:
         check(record)
         assert len(record["degrees"]) > 1, "no microbatch was shared, so nothing was shown"
     assert found[0]["degrees"] == [1, 2, 4]
-
-
-@pytest.mark.slow
-def test_eight_processes():
-    for record in records(8, "tp2.pp2.cp2+sp", "dp2.tp2.cp2+sp", "pp2.vpp2.tp2.cp2+sp"):
-        check(record)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engines.test_megatron import config, packed_sample, sample
+from tests.engines.test_megatron import config, packed_sample
+from tests.support.megatron_samples import FIELDS, sample
 from ullage import InputError, Layout, RaggedBatch, plan
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -26,8 +27,6 @@ from ullage.exchange import materialize
 from ullage.ranks import Topology
 
 pytest.importorskip("megatron.core")
-
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def row(lengths, slots=None, **more):
@@ -230,7 +229,6 @@ def test_a_longer_last_sequence_moves_the_zigzag_chunks():
         ({"thd_max_packed_sequences": 0}, "thd_max_packed_sequences"),
         ({"thd_max_packed_sequences": 1, "pad_packed_seq_alignment": 8}, "counts the dummy"),
         ({"cp_partition_mode": "spiral"}, "cp_partition_mode"),
-        ({"hybrid_context_parallel": True}, "leave it off and set sequence_packing_scheduler"),
     ],
 )
 def test_a_field_that_cannot_be_met_is_named(fields, words):
@@ -286,8 +284,14 @@ def newer_class(monkeypatch):
     params._names.cache_clear()
 
 
+def told(**options):
+    """The parameters of a row of two sequences with a gap behind each."""
+    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]), **options)
+    return facts
+
+
 def test_newer_fields_of_the_parameters_are_filled(newer_class, monkeypatch):
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]))
+    facts = told()
     assert facts.pad_between_seqs is True
     assert facts.cu_seqlens_q.tolist() == [0, 3, 9]
     assert facts.cu_seqlens_kv_padded.tolist() == [0, 4, 12]
@@ -296,23 +300,17 @@ def test_newer_fields_of_the_parameters_are_filled(newer_class, monkeypatch):
     assert facts.seq_idx.tolist() == [[0] * 4 + [1] * 8]
     # Transformer Engine is told of the gaps, too; a core that rolls labels by cu_seqlens_q gets places.
     monkeypatch.setattr(params, "_has_transformer_engine", lambda: True)
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]))
-    assert facts.cu_seqlens_q.tolist() == [0, 3, 9]
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]), mtp_on_this_rank=True)
+    assert told().cu_seqlens_q.tolist() == [0, 3, 9]
+    facts = told(mtp_on_this_rank=True)
     assert facts.cu_seqlens_q.tolist() == [0, 4, 12]
     assert facts.pad_between_seqs is False
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(
-        iter([row([3, 6], [4, 8])]), config=config(cp_partition_mode="contiguous")
-    )
-    assert facts.cp_partition_mode == "contiguous"
+    assert told(config=config(cp_partition_mode="contiguous")).cp_partition_mode == "contiguous"
 
 
 def test_the_older_class_gets_places_where_its_readers_want_them(monkeypatch):
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]))
-    assert facts.cu_seqlens_q.tolist() == [0, 3, 9]
+    assert told().cu_seqlens_q.tolist() == [0, 3, 9]
     monkeypatch.setattr(params, "_has_transformer_engine", lambda: True)
-    *_, facts, _ = get_batch_on_this_rank_for_sequence_packing(iter([row([3, 6], [4, 8])]))
-    assert facts.cu_seqlens_q.tolist() == [0, 4, 12]
+    assert told().cu_seqlens_q.tolist() == [0, 4, 12]
 
 
 @pytest.mark.parametrize("scheduler", ["balanced", pytest.param("default_dynamic_cp", marks=pytest.mark.slow)])

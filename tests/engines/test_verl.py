@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 import random
 from itertools import count
 
@@ -17,20 +16,6 @@ from hypothesis import strategies as st
 import ullage
 from tests.support.processes import run, values
 from ullage.engines.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
-
-# What verl.utils.seqlen_balancing is called with, August 2026.
-UPSTREAM = {
-    get_seqlen_balanced_partitions: "seqlen_list, k_partitions, equal_size",
-    rearrange_micro_batches: "batch, max_token_len, dp_group=None, num_batches_divided_by=None, "
-    "same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=True, force_group_size=1",
-}
-
-
-@pytest.mark.parametrize("callable_", UPSTREAM, ids=lambda c: c.__qualname__)
-def test_signatures_are_upstreams(callable_):
-    parameters = [p for p in inspect.signature(callable_).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
-    assert ", ".join(written) == UPSTREAM[callable_]
 
 
 def karmarkar_karp(values, k, equal_size):

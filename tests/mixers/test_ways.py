@@ -13,33 +13,26 @@ from transformers import LlamaForCausalLM
 
 import ullage
 import ullage.attention
-from tests.support.own_models import LEAKING, ShiftLlamaForCausalLM, bert_config, llama_config
-from ullage import RaggedBatch, pack_model
+from tests.support.own_models import (
+    LEAKING,
+    ShiftLlamaForCausalLM,
+    alone,
+    bert_config,
+    llama_config,
+    packed_row,
+    sequences,
+)
+from ullage import pack_model
 from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way, ways_of
 from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
 
-LENGTHS = (7, 3, 12, 1, 3)
-
-
-def rows(lengths=LENGTHS, seed=1):
-    random = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 90, (length,), generator=random) for length in lengths]
-
-
-def packed_row():
-    return RaggedBatch.from_samples([{"input_ids": row} for row in rows()]).to_flattened()
-
-
-def alone(model):
-    return torch.cat([model(input_ids=row[None]).logits[0] for row in rows()])
-
 
 def difference(model):
     """Of the logits of a packed row from those of its sequences alone; ``model`` is packed."""
-    found, expected = model(**packed_row()).logits[0], alone(model)
+    found, expected = model(**packed_row(labelled=False)).logits[0], alone(model)
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -76,7 +69,7 @@ def test_a_way_that_leaks_is_not_found_packable_by_hand(name):
     problem = ullage.attention.packing_problem(model)
     assert problem is not None
     with pytest.raises(InputError), torch.no_grad():
-        model(**packed_row())
+        model(**packed_row(labelled=False))
 
 
 def test_what_is_unknown_is_named():
@@ -170,7 +163,7 @@ def test_an_attention_of_another_author_is_not_replaced():
         expected = alone(model)
         with pack_model(model) as packed:
             assert packed.way.kind == "backbone"
-            assert torch.allclose(model(**packed_row()).logits[0], expected, atol=1e-5)
+            assert torch.allclose(model(**packed_row(labelled=False)).logits[0], expected, atol=1e-5)
 
 
 # Models that name the lengths.
@@ -364,18 +357,10 @@ def test_a_remote_code_model_is_native_once_it_is_proved(tmp_path, monkeypatch):
     with pack_model(model) as packed, torch.no_grad():
         assert packed.way.kind == "whole"
         assert difference(model) < 1e-6
-    samples = [{"input_ids": row} for row in rows()]
+    samples = [{"input_ids": row} for row in sequences()]
     with pack_model(model, verify=samples) as packed, torch.no_grad():
         assert packed.way.kind == "native"
         assert difference(model) < 1e-6
         # What was proved is not asked again, by this or by anybody who asks whether it packs.
         assert ullage.attention.supports_packing(model)
     assert not ullage.attention.supports_packing(model)
-
-
-@pytest.mark.parametrize("name", LEAKING)
-def test_a_proof_takes_no_way_that_leaks(name):
-    make, kind = LEAKING[name]
-    model = made(make)
-    with pack_model(model, verify=[{"input_ids": row} for row in rows()]) as packed:
-        assert packed.way.kind == kind

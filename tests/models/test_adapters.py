@@ -6,13 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import TrainingArguments
 
 from ullage import InputError, RaggedBatch
 from ullage.models import Cell, RecurrentConfig, RecurrentForCausalLM, RecurrentModel, register_cell
 from ullage.models.adapters import lora_targets
 from ullage.models.cells import CELLS
-from ullage.training import RaggedCollator, Trainer
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 LENGTHS = (3, 17, 1, 9, 2, 5)
 
@@ -48,16 +47,13 @@ class LayeredCell(OwnCell):
         return torch.tanh(self.inner(self.outer(values))), None
 
 
-OURS = tuple(CELLS)
+CASES = [(cell, False) for cell in (*CELLS, "own", "layered")] + [("lstm", True), ("gru", True)]
 
 
 @pytest.fixture(autouse=True)
 def our_own_cells():
     register_cell("own")(OwnCell)
     register_cell("layered")(LayeredCell)
-
-
-CASES = [(cell, False) for cell in (*OURS, "own", "layered")] + [("lstm", True), ("gru", True)]
 
 
 def make(cell="lstm", bidirectional=False, **options):
@@ -68,9 +64,9 @@ def make(cell="lstm", bidirectional=False, **options):
     return kind(RecurrentConfig(cell=cell, bidirectional=bidirectional, **{**sizes, **special, **options}))
 
 
-def make_samples(low=3, high=32):
+def make_samples(high=32):
     generator = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(low, high, (n,), generator=generator).tolist()} for n in LENGTHS]
+    return [{"input_ids": torch.randint(3, high, (n,), generator=generator).tolist()} for n in LENGTHS]
 
 
 def keywords(labels=True):
@@ -138,10 +134,7 @@ def test_the_weight_that_runs_is_the_sum():
 
 
 def test_names_are_short_and_mean_nothing_else():
-    assert lora_targets(make("gru")) == {
-        "target_modules": [],
-        "target_parameters": ["weight_hh_l0", "weight_ih_l0"],
-    }
+    assert lora_targets(make("gru")) == {"target_modules": [], "target_parameters": ["weight_hh_l0", "weight_ih_l0"]}
     assert lora_targets(make("own", layer_norm=True)) == {"target_modules": [], "target_parameters": ["0.weight"]}
     assert lora_targets(make("layered")) == {"target_modules": ["inner", "outer"], "target_parameters": []}
     with pytest.raises(InputError, match=r"there is nothing recurrent to adapt \(Linear\)"):
@@ -172,20 +165,17 @@ def test_an_adapter_generates_checkpoints_gradients_and_is_copied():
     assert torch.equal(merged.generate(input_ids=prompt, **options), written)
 
 
-def train(folder, steps=6, packing=False, **options):
-    from ullage.training import TrainingArguments as PackingArguments
-
-    kind = PackingArguments if packing else TrainingArguments
-    options |= {"packing_capacity": 24} if packing else {}
-    arguments = kind(
-        str(folder), max_steps=steps, per_device_train_batch_size=3, learning_rate=0.1, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, **{"save_strategy": "no", **options},
+def train(folder, packing=False, **options):
+    arguments = TrainingArguments(
+        str(folder), max_steps=6, per_device_train_batch_size=3, learning_rate=0.1, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, packing_capacity=24 if packing else None,
+        **{"save_strategy": "no", **options},
     )  # fmt: skip
     return Trainer(
         adapted(),
         arguments,
         data_collator=RaggedCollator(labels_from="input_ids"),
-        train_dataset=make_samples(3, 6) * 4,
+        train_dataset=make_samples(6) * 4,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 import ullage
+from tests.support.recurrent_ways import Result, Samples, Way, assert_gives, gradients
 from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
 from ullage.models.cells import CELLS
 from ullage.models.decoder_attention import ATTENTIONS, AdditiveAttention, Blocks
@@ -25,18 +26,11 @@ SOURCES = (5, 1, 9, 3, 9, 14)
 TARGETS = (2, 7, 1, 4, 3, 11)
 VOCABULARY = 31
 
-Samples = list[dict[str, Tensor]]
-Way = tuple[dict[str, Any], Callable[[Tensor], Tensor]]  # keywords, and how to find the real tokens' logits
-
 
 def _model(**changes: Any) -> RecurrentEncoderDecoder:
     torch.manual_seed(3)
     options = {"vocab_size": VOCABULARY, "hidden_size": 10, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return RecurrentEncoderDecoder(RecurrentEncoderDecoderConfig(**{**options, **changes}))
-
-
-def _in(model: Any, dtype: torch.dtype) -> RecurrentEncoderDecoder:
-    return model.to(dtype).train()
 
 
 def _samples(sources: tuple[int, ...] = SOURCES, targets: tuple[int, ...] = TARGETS, seed: int = 0) -> Samples:
@@ -67,13 +61,7 @@ def _alone(model: RecurrentEncoderDecoder, source: Tensor, labels: Tensor) -> Te
     return torch.stack(out)
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return gradients
-
-
-def _one_by_one(model: RecurrentEncoderDecoder, samples: Samples) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _one_by_one(model: RecurrentEncoderDecoder, samples: Samples) -> Result:
     logits = [_alone(model, sample["input_ids"], sample["labels"]) for sample in samples]
     losses = [
         torch.nn.functional.cross_entropy(row, sample["labels"], reduction="sum")
@@ -81,7 +69,7 @@ def _one_by_one(model: RecurrentEncoderDecoder, samples: Samples) -> tuple[Tenso
     ]
     loss = torch.stack(losses).sum() / sum(map(len, logits))
     loss.backward()
-    return torch.cat(logits).detach(), loss.detach(), _gradients(model)
+    return torch.cat(logits).detach(), loss.detach(), gradients(model)
 
 
 def _nested(samples: Samples) -> Way:
@@ -138,34 +126,25 @@ WAYS: dict[str, Callable[[Samples], Way]] = {
 }
 
 
-def _check(model: RecurrentEncoderDecoder, samples: Samples, way: str, tolerance: float) -> None:
-    logits, loss, gradients = _one_by_one(model, samples)
-    assert len(gradients) == len(list(model.parameters()))
-    keywords, real = WAYS[way](samples)
-    outputs = model(**keywords)
-    outputs.loss.backward()
-    found = _gradients(model)
-    assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance)
-    assert abs(float(outputs.loss.detach() - loss)) < tolerance
-    assert outputs.past_key_values is None
-    for name, gradient in gradients.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), name
+def _check(model: Any, samples: Samples, way: str, dtype: torch.dtype = torch.float64) -> None:
+    model = model.to(dtype).train()
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    assert_gives(model, WAYS[way](samples), _one_by_one(model, samples), tolerance)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_ragged_batch_equals_its_pairs(cell: str, bidirectional: bool, attention: str) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+    for dtype in (torch.float64, torch.float32):
         model = _model(cell=cell, bidirectional=bidirectional, attention=attention, num_hidden_layers=2)
-        _check(_in(model, dtype), _samples(), "nested", tolerance)
+        _check(model, _samples(), "nested", dtype)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_way_in_equals_one_by_one(attention: str, way: str) -> None:
-    _check(_model(attention=attention).double().train(), _samples(), way, 1e-9)
-    _check(_model(attention=attention).train(), _samples(), way, 1e-5)
+    _check(_model(attention=attention), _samples(), way)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +157,7 @@ def test_every_way_in_equals_one_by_one(attention: str, way: str) -> None:
     ],
 )
 def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
-    model = _model(**shape).double().train()
-    logits, _, gradients = _one_by_one(model, _samples())
-    outputs = model(**_nested(_samples())[0])
-    outputs.loss.backward()
-    found = _gradients(model)
-    assert torch.allclose(outputs.logits[0], logits, rtol=0, atol=1e-9)
-    assert all(torch.allclose(found[name], gradients[name], rtol=0, atol=1e-9) for name in gradients)
-    assert set(gradients) == set(dict(model.named_parameters()))
+    _check(_model(**shape), _samples(), "nested")
 
 
 @settings(max_examples=15, deadline=None)
@@ -196,8 +168,7 @@ def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
 )
 @pytest.mark.slow
 def test_any_lengths_equal_one_by_one(lengths: list[tuple[int, int]], attention: str, seed: int) -> None:
-    samples = _samples(*zip(*lengths), seed=seed)
-    _check(_model(attention=attention).double().train(), samples, "nested", 1e-9)
+    _check(_model(attention=attention), _samples(*zip(*lengths), seed=seed), "nested")
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,7 +197,7 @@ def test_padding_changes_no_bit_and_gets_zero_logits(attention: str, sides: tupl
         outputs = model(**keywords)
         outputs.loss.backward()
         assert not outputs.logits[~keywords["decoder_attention_mask"].bool()].any()
-        results.append((outputs.logits, outputs.loss, _gradients(model)))
+        results.append((outputs.logits, outputs.loss, gradients(model)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
@@ -298,12 +269,12 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     model = _model(num_hidden_layers=2).double().train()
     keywords, _ = _nested(_samples())
     model(**keywords).loss.backward()
-    plain = _gradients(model)
+    plain = gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     layers: list[Any] = [*model.encoder.layers, *model.decoder.layers]
     assert all(layer.gradient_checkpointing for layer in layers)
     model(**keywords).loss.backward()
-    again = _gradients(model)
+    again = gradients(model)
     assert all(torch.allclose(again[name], plain[name], rtol=0, atol=1e-12) for name in plain)
 
 

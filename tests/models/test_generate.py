@@ -103,6 +103,15 @@ def test_cached_equals_uncached(cell: str, kind: str, how: str) -> None:
     assert cached == _generated(model, prompts, use_cache=False, **HOWS[how])
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_greedy_equals_a_loop_by_hand(cell: str) -> None:
+    model, prompt = _model("decoder", cell), _prompts()[1]
+    ids = prompt[None]
+    for _ in range(NEW):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert _generated(model, [prompt]) == _new(model, ids, len(prompt))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_draws_the_same_with_and_without_a_cache(kind: str) -> None:
     model, prompts = _model(kind), _prompts()
@@ -280,14 +289,17 @@ def test_encoded_once_or_given_it_is_the_same() -> None:
     assert len(calls) == 1
 
 
-def test_one_decoder_step_a_token() -> None:
-    model, prompts = _model("dot"), _prompts()
+@pytest.mark.parametrize("kind", ["dot", "decoder"])
+def test_one_step_a_token_once_a_state_is_there(kind: str) -> None:
+    model, prompts = _model(kind), _prompts()
     widths: list[int] = []
-    model.decoder.register_forward_hook(
+    stepping = model.model if kind == "decoder" else model.decoder
+    stepping.register_forward_hook(
         lambda _, __, kwargs, ___: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     _generated(model, prompts, max_new_tokens=4, min_new_tokens=4)
-    assert widths == [len(prompts)] * 4
+    first = sum(map(len, prompts)) if kind == "decoder" else len(prompts)
+    assert widths == [first, *[len(prompts)] * 3]
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
@@ -402,24 +414,30 @@ def test_a_recurrent_model_assists_nobody() -> None:
         llama.generate(torch.tensor([[3, 4, 5]]), assistant_model=_model("decoder"), max_new_tokens=6)
 
 
-def test_prompts_that_do_not_fit() -> None:
+#: Prompts, what else is given, and what is said.
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (torch.tensor([[3, 4, 5]]), {"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has holes"),
+    (
+        torch.tensor([[3, 4], [5, 6]]),
+        {"attention_mask": torch.tensor([[0, 1], [0, 0]])},
+        "row of attention_mask is all padding",
+    ),
+    (torch.tensor([3, 4]), {}, r"prompts come in rows, or as a list of them: expected \[N, L\], found shape"),
+    ([3, 4], {}, r"prompts come in rows, or as a list of them: expected \[N, L\], found shape"),
+    ([], {}, "a batch needs at least one sample"),
+    ([[3], []], {}, "a sequence is empty"),
+    (torch.tensor([[3, 4], [5, 6]]), {"input_lengths": [2]}, "rows disagree: expected 2 lengths, found 1"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "more", "words"), WRONG)
+def test_prompts_that_do_not_fit(prompts: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        _model("decoder").generate(prompts, **more, max_new_tokens=2)
+
+
+def test_states_that_do_not_fit() -> None:
     model, prompts = _model("decoder"), _prompts()
-    mask = torch.tensor([[1, 0, 1]])
-    with pytest.raises(InputError, match="attention_mask has holes"):
-        model.generate(torch.tensor([[3, 4, 5]]), attention_mask=mask, max_new_tokens=2)
-    with pytest.raises(InputError, match="row of attention_mask is all padding"):
-        model.generate(torch.tensor([[3, 4], [5, 6]]), attention_mask=torch.tensor([[0, 1], [0, 0]]), max_new_tokens=2)
-    for flat in (torch.tensor([3, 4]), [3, 4]):
-        with pytest.raises(
-            InputError, match=r"prompts come in rows, or as a list of them: expected \[N, L\], found shape"
-        ):
-            model.generate(flat, max_new_tokens=2)
-    with pytest.raises(InputError, match="a batch needs at least one sample"):
-        model.generate([], max_new_tokens=2)
-    with pytest.raises(InputError, match="a sequence is empty"):
-        model.generate([[3], []], max_new_tokens=2)
-    with pytest.raises(InputError, match="input_lengths and rows disagree: expected 2 lengths, found 1"):
-        model.generate(torch.tensor([[3, 4], [5, 6]]), input_lengths=[2], max_new_tokens=2)
     state = model(**_batch(prompts).to_flattened(), use_cache=True).past_key_values
     with pytest.raises(InputError, match="the state is of another batch"):
         model.generate(prompts[:2], past_key_values=state, max_new_tokens=2)

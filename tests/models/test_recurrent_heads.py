@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ullage import RaggedBatch
-from ullage.core.errors import InputError
 from ullage.models import (
     Cell,
     RecurrentConfig,
@@ -92,21 +91,6 @@ def test_labels_of_minus_hundred_count_nowhere() -> None:
         model(input_ids=IDS, labels=torch.tensor([-100, 1])).loss,
         model(input_ids=IDS[1:], labels=torch.tensor([1])).loss,
     )
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_checkpointing_gives_the_same_gradients_and_no_cache_is_needed(head: str) -> None:
-    model = _model(head, cell="gru", num_hidden_layers=2, dropout=0.0).double().train()
-    assert model.supports_gradient_checkpointing
-    batch = RaggedBatch.from_samples([{"input_ids": [3, 4, 5, 6]}, {"input_ids": [7, 8]}]).to_flattened()
-
-    def gradients() -> list[Tensor]:
-        return list(torch.autograd.grad(model(**batch).logits.square().sum(), list(model.parameters())))
-
-    plain = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert model.is_gradient_checkpointing
-    assert all(torch.equal(again, before) for again, before in zip(gradients(), plain))
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_relu", "mingru"])
@@ -204,82 +188,6 @@ def test_a_cell_without_a_step_says_so() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Empty needs a step\(\) or a forward\(\)"):
         Empty(2, 2)(torch.zeros(2, 2), Schedule.dense(1, 2, 2, "packed"))
-
-
-BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
-    "one label for two sequences": (
-        "sequence",
-        lambda: {"input_ids": IDS, "labels": torch.tensor([1])},
-        "labels and sequences disagree: expected 2 labels, one per sequence, found shape [1]",
-    ),
-    "labels by token for sequences": (
-        "sequence",
-        lambda: {"input_ids": IDS, "labels": IDS % 3},
-        "labels and logits disagree: expected [2] classes, found int64 of shape [2, 3]",
-    ),
-    "labels by sequence for tokens": (
-        "token",
-        lambda: {"input_ids": IDS, "labels": torch.tensor([1, 2])},
-        "labels and input_ids disagree: expected [2, 3], found shape [2]",
-    ),
-    "a sequence of no tokens": (
-        "sequence",
-        lambda: {"input_ids": IDS.view(1, 6), "cu_seq_lens_q": torch.tensor([0, 4, 4, 6], dtype=torch.int32)},
-        "a sequence without tokens has nothing to pool (sequence 1)",
-    ),
-    "flat labels for packed tokens": (
-        "token",
-        lambda: {"input_ids": nn.utils.rnn.pack_sequence([IDS[0], IDS[1, :2]]), "labels": IDS},
-        "labels and input_ids disagree: expected a PackedSequence of the same lengths, found shape [2, 3]",
-    ),
-    "packed labels of other lengths": (
-        "token",
-        lambda: {
-            "input_ids": nn.utils.rnn.pack_sequence([IDS[0], IDS[1, :2]]),
-            "labels": nn.utils.rnn.pack_sequence([IDS[1, :2], IDS[0]], enforce_sorted=False),
-        },
-        "labels and input_ids disagree: expected a PackedSequence of the same lengths, found lengths [2, 3]",
-    ),
-    "a packed sequence and a mask": (
-        "token",
-        lambda: {"input_ids": nn.utils.rnn.pack_sequence([IDS[0]]), "attention_mask": torch.ones(1, 3)},
-        "a PackedSequence knows its own lengths (attention_mask beside it)",
-    ),
-    "a mask and other lengths": (
-        "token",
-        lambda: {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "input_lengths": [3, 3]},
-        "attention_mask and input_lengths disagree: expected [2, 3], found [3, 3]",
-    ),
-    "lengths beyond their slots": (
-        "token",
-        lambda: {"input_ids": IDS.view(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 6]), "input_lengths": [3, 2]},
-        "input_lengths and cu_seq_lens_q disagree: expected 2 lengths, each at most its slot, found 2 lengths, 5 tokens",
-    ),
-    "ids and embeddings": (
-        "token",
-        lambda: {"input_ids": IDS, "inputs_embeds": torch.zeros(2, 3, 8)},
-        "a model takes input_ids or inputs_embeds: found both",
-    ),
-    "fewer logits than labels": (
-        "causal",
-        lambda: {"input_ids": IDS, "labels": IDS, "logits_to_keep": 1},
-        "logits_to_keep names columns of rows (labels beside it)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_one_line(case: str) -> None:
-    head, make, message = BAD[case]
-    with pytest.raises(InputError) as error:
-        _model(head)(**make())
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
-
-
-def test_a_pooling_nobody_knows() -> None:
-    with pytest.raises(InputError, match="no such pooling: expected 'last' or 'mean' or 'attention', found 'max'"):
-        RecurrentConfig(pooling="max")
 
 
 @pytest.mark.parametrize("head", HEADS)

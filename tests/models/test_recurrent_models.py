@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.generic import find_labels
 
 from ullage import RaggedBatch
-from ullage.core.errors import InputError
 from ullage.models import (
-    Cell,
     RaggedInputs,
     RecurrentConfig,
     RecurrentEncoderDecoder,
@@ -25,9 +21,7 @@ from ullage.models import (
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,
     RecurrentModel,
-    register_cell,
 )
-from ullage.models.cells import CELLS, State
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
@@ -96,133 +90,6 @@ def test_states_are_reordered_selected_and_repeated() -> None:
     assert all(torch.equal(new, old[[0, 0]]) for a, b in zip(state.layers, before) for new, old in zip(a, b))
 
 
-def test_a_cell_of_ones_own_is_one_class() -> None:
-    @register_cell("leaky")
-    class LeakyCell(Cell):
-        """Forgets nothing: the state is the input's running sum over its own steps."""
-
-        def __init__(self, input_size: int, hidden_size: int) -> None:
-            super().__init__(input_size, hidden_size)
-            self.project = nn.Linear(input_size, hidden_size)
-
-        def step(self, values: Tensor, state: State) -> State:
-            return (state[0] + self.project(values),)
-
-    try:
-        model = _model(cell="leaky")
-        assert model(input_ids=IDS, use_cache=False).logits.shape == (2, 3, 20)
-    finally:
-        del CELLS["leaky"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"cell": "mamba"},
-            "no such recurrent cell: expected 'lstm' or 'gru' or 'rnn_tanh' or 'rnn_relu' or 'mingru' or 'minlstm', found 'mamba'",
-        ),
-        ({"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
-        ({"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),
-    ],
-)
-def test_configurations_that_make_no_model(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as error:
-        RecurrentConfig(**changes)
-    assert str(error.value) == message
-
-
-def test_a_causal_model_refuses_to_run_backwards() -> None:
-    with pytest.raises(InputError, match=r"runs in one direction \(RecurrentConfig\): expected bidirectional=False"):
-        RecurrentForCausalLM(RecurrentConfig(bidirectional=True))
-
-
-def _mask(*rows: list[int]) -> dict[str, Tensor]:
-    return {"input_ids": IDS, "attention_mask": torch.tensor(rows)}
-
-
-BAD = {
-    "a mask with holes": (
-        lambda: _mask([1, 0, 1], [1, 1, 1]),
-        "attention_mask has holes (row 0)",
-    ),
-    "a row of padding": (
-        lambda: _mask([1, 1, 1], [0, 0, 0]),
-        "a row of attention_mask is all padding (row 1)",
-    ),
-    "a mask of another batch": (
-        lambda: {"input_ids": IDS, "attention_mask": torch.ones(3, 3)},
-        "attention_mask and rows disagree: expected [2, 3], found shape [3, 3]",
-    ),
-    "too few lengths": (
-        lambda: {"input_ids": IDS, "input_lengths": [3]},
-        "input_lengths and rows disagree: expected 2 lengths, found 1",
-    ),
-    "a length of zero": (
-        lambda: {"input_ids": IDS, "input_lengths": [3, 0]},
-        "a length does not fit its row (row 1): expected 1 to 3, found 0",
-    ),
-    "a length too long": (
-        lambda: {"input_ids": IDS, "input_lengths": torch.tensor([4, 1])},
-        "a length does not fit its row (row 0): expected 1 to 3, found 4",
-    ),
-    "cu_seqlens that stop short": (
-        lambda: {"input_ids": IDS.view(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
-        "cu_seq_lens_q does not cover the row: expected rising from 0 to 6, found 2 sequences, 5 tokens",
-    ),
-    "cu_seqlens over several rows": (
-        lambda: {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6], dtype=torch.int32)},
-        "sequences that lie end to end come in one row: expected [1, T], found [2, 3]",
-    ),
-    "padding beside cu_seqlens": (
-        lambda: {
-            "input_ids": IDS.view(1, 6),
-            "cu_seq_lens_q": torch.tensor([0, 3, 6]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]),
-        },
-        "rows without padding take no attention_mask (attention_mask beside cu_seq_lens_q)",
-    ),
-    "a token id too large": (
-        lambda: {"input_ids": torch.tensor([[3, 4, 0], [5, 20, 6]]), "input_lengths": [2, 3]},
-        "a token id lies outside the vocabulary (sequence 1, position 1): expected 0 to 19, found 20",
-    ),
-    "a token id below zero": (
-        lambda: {"input_ids": torch.tensor([[3, 4, -100]])},
-        "a token id lies outside the vocabulary (sequence 0, position 2): expected 0 to 19, found -100",
-    ),
-    "labels of another length": (
-        lambda: {"input_ids": IDS, "labels": IDS[:, :2]},
-        "labels and input_ids disagree: expected [2, 3], found shape [2, 2]",
-    ),
-    "no tokens": (
-        lambda: {"input_ids": IDS[:, :0]},
-        "a model needs rows of tokens: expected [N, L] of at least one token, found shape [2, 0]",
-    ),
-    "no input": (
-        lambda: {"labels": IDS},
-        "a model needs input_ids or inputs_embeds: found neither",
-    ),
-    "a state of another batch": (
-        lambda: {"input_ids": IDS[:1], "past_key_values": _model()(input_ids=IDS).past_key_values},
-        "the state is of another batch (past_key_values, layer 0): expected [1 sequences, 8], found [2, 8]",
-    ),
-    "a state of another model": (
-        lambda: {"input_ids": IDS, "past_key_values": _model(cell="gru")(input_ids=IDS).past_key_values},
-        "the state is of another model (past_key_values): expected 1 layers of 2 tensors, found 1 of 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_one_line(case: str) -> None:
-    make: Callable[[], dict[str, Any]]
-    make, message = BAD[case]
-    with pytest.raises(InputError) as error:
-        _model()(**make())
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
-
-
 def test_padding_may_hold_what_is_no_token() -> None:
     rows = torch.tensor([[3, 4, -100], [5, 6, 7]])
     logits = _model()(input_ids=rows, input_lengths=[2, 3]).logits
@@ -236,12 +103,6 @@ def test_a_mask_may_cover_what_the_state_has_seen() -> None:
     longer = model(input_ids=IDS[:, :1], attention_mask=mask, past_key_values=state)
     assert longer.past_key_values.get_seq_length() == 4
     assert torch.equal(longer.logits, model(input_ids=IDS[:, :1], past_key_values=state).logits)
-
-
-def test_assisted_decoding_is_refused() -> None:
-    model = _model(pad_token_id=0, eos_token_id=2)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model.generate(input_ids=IDS, assistant_model=_model(), max_new_tokens=2)  # pyright: ignore
 
 
 def test_a_layer_is_called_once_whatever_the_lengths() -> None:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
+from tests.support.processes import raised
 from ullage import RaggedBatch
 from ullage.attention import context_parallel, require_context_parallel, shard_batch
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -111,14 +112,6 @@ def with_tensor_parallel(rank, world):
     total = out.loss.detach().clone()
     dist.all_reduce(total, group=mesh["cp"].get_group())
     return max(relative(out.logits[0].detach(), logits[index]), abs(float(total) - loss) / loss)
-
-
-def raised(function, *arguments, **keywords):
-    try:
-        function(*arguments, **keywords)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def faults(rank, world):

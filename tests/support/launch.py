@@ -1,6 +1,7 @@
 """Starts processes for tests: torchrun on loopback, one thread each, a bound on the time."""
 
 import contextlib
+import json
 import resource
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.forked import ROOT, TORCHRUN, Process, environment
 
-__all__ = ["ROOT", "environment", "full_disk", "real_torchrun", "torchrun"]
+__all__ = ["ROOT", "environment", "full_disk", "real_torchrun", "records", "torchrun"]
 
 
 def torchrun(processes, script, *arguments, timeout=240, **extra):
@@ -29,6 +30,14 @@ def torchrun(processes, script, *arguments, timeout=240, **extra):
     output = "".join(launched.printed())
     assert launched.returncode == 0, output[-6000:]
     return output
+
+
+def records(processes, script, *cases, timeout=400):
+    """The line of JSON that a script prints for each of its cases, all of them in one launch."""
+    output = torchrun(processes, script, *cases, timeout=timeout)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert [record["case"] for record in found] == list(cases), output[-3000:]
+    return found
 
 
 def real_torchrun(processes, script, *arguments, timeout=240, **extra):

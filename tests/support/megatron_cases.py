@@ -12,6 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 
 from tests.support import megatron_today as today
 from tests.support.megatron_cpu import on_cpu
+from tests.support.megatron_samples import FIELDS, config, pack, sample
+from tests.support.megatron_today import owns
+from tests.support.processes import raised
 from ullage.datasets import MockSamples
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -19,48 +22,6 @@ from ullage.engines.megatron import (
     wrap_data_iterator,
 )
 from ullage.ranks import Topology
-
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-
-
-def config(**changes):
-    fields = {
-        "max_seqlen_per_dp_cp_rank": 32,
-        "sequence_packing_scheduler": "balanced",
-        "virtual_pipeline_model_parallel_size": None,
-        "microbatch_group_size_per_vp_stage": None,
-    }
-    made = SimpleNamespace(**{**fields, **changes})
-    for name, value in changes.items():
-        if value is ...:
-            delattr(made, name)
-    return made
-
-
-def sample(length, padded=None, first=1):
-    padded = padded or length
-    tokens = torch.arange(first, first + padded)
-    return {
-        "tokens": tokens,
-        "labels": tokens + 1,
-        "loss_mask": (torch.arange(padded) < length).float(),
-        "position_ids": torch.arange(padded),
-        "original_seq_len": torch.tensor([length], dtype=torch.int32),
-        "padded_seq_len": torch.tensor([padded], dtype=torch.int32),
-    }
-
-
-def owns():
-    ends = (0, state.get_pipeline_model_parallel_world_size() - 1)
-    return state.get_tensor_model_parallel_rank() == 0 and state.get_pipeline_model_parallel_rank() in ends
-
-
-def raised(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def rows(iterator, count):
@@ -242,16 +203,6 @@ def layouts(rank, world, tp, pp, cp, vpp, form):
     }
 
 
-def pack(samples):
-    """A pre-packed sample, as Megatron's SFT dataset makes it, with the real lengths in ``cu_seqlens``."""
-    lengths = [0, *(int(one["original_seq_len"]) for one in samples)]
-    slots = [0, *(len(one["tokens"]) for one in samples)]
-    return {name: torch.cat([one[name] for one in samples])[None] for name in FIELDS} | {
-        "cu_seqlens": torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)[None],
-        "cu_seqlens_padded": torch.tensor(slots, dtype=torch.int32).cumsum(0, dtype=torch.int32)[None],
-    }
-
-
 def middle_stage_with_prediction(rank, world):
     """A pipeline of four whose third stage holds a multi-token-prediction layer, with and without being told."""
     state.initialize_model_parallel(1, 4)
@@ -274,7 +225,6 @@ def middle_stage_with_prediction(rank, world):
             found["params"] = [batch[5].cu_seqlens_q.tolist(), batch[5].cu_seqlens_q_padded.tolist()]
         else:
             found[name] = raised(get)
-    found["iterator of its own"] = raised(lambda: packed_step(iter(mine) if owns() or here else None, told, 2))
     state.destroy_model_parallel()
     return found
 
@@ -357,8 +307,6 @@ def everything(rank, world, shapes):
         freed_while_sent,
     )
     found = {case.__name__: case(rank, world) for case in behaviours}
-    found["every stage"] = today.every_stage(config, sample, raised)
-    found["evaluation"] = today.evaluation(config, sample, owns, raised)
-    found["packed already"] = today.packed_already(config, sample, pack, owns, raised)
-    found["degrees"] = today.degrees(config, raised)
+    for case in (today.every_stage, today.evaluation, today.packed_already, today.degrees):
+        found[case.__name__] = case()
     return found, [layouts(rank, world, *shape) for shape in shapes]

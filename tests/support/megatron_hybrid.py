@@ -22,10 +22,10 @@ from torch import nn
 
 from tests.support import megatron_loop as loop
 from tests.support import megatron_script as script
-from tests.support.megatron_cases import raised
 from tests.support.megatron_cpu import on_cpu
-from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer
+from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer, one_by_one
 from tests.support.megatron_spec import PackedNorm, packed_layer_spec
+from tests.support.processes import raised
 from ullage.engines.megatron import pack_training
 
 if importlib.util.find_spec("triton") is None:
@@ -127,25 +127,6 @@ def hybrid_step(data_iterator, model):
     return output, partial(script.loss_func, loss_mask)
 
 
-def alone(model, samples, steps):
-    optimizer, losses = Optimizer([model]), []
-    for step in range(steps):
-        total, count = 0.0, 0
-        for sample in samples[step * loop.BATCH : (step + 1) * loop.BATCH]:
-            length = int(sample["original_seq_len"])
-            tokens, labels, positions, mask = (
-                sample[name][None, :length] for name in ("tokens", "labels", "position_ids", "loss_mask")
-            )
-            loss = (model(tokens, positions, None, labels=labels) * mask).sum()
-            loss.backward()
-            total, count = total + float(loss.detach().double()), count + int(mask.sum())
-        for parameter in model.parameters():
-            parameter.grad /= count
-        optimizer.step()
-        losses.append(total / count)
-    return losses
-
-
 def hybrid(rank, world, steps=3):
     """Losses packed and alone, what the kernel was given, and what is said of the path without ``seq_idx``."""
     samples = loop.samples_of(seed=9)
@@ -157,7 +138,7 @@ def hybrid(rank, world, steps=3):
         state.initialize_model_parallel()
         config = loop.script_config(mamba_head_dim=16, mamba_state_dim=8, mamba_num_groups=1)
         model = build(config)
-        expected = alone(build(config), samples, steps)
+        expected, _ = one_by_one(build(config), loop.batches_of(samples)[:steps])
         unpacked = set(SEEN)
         SEEN.clear()
         loop.set_arguments()

@@ -16,7 +16,7 @@ from megatron.core import parallel_state as state  # noqa: E402
 
 from tests.support import megatron_script as script  # noqa: E402
 from tests.support.megatron_cpu import on_cpu  # noqa: E402
-from tests.support.megatron_model import Optimizer, build, config_of  # noqa: E402
+from tests.support.megatron_model import Optimizer, build, config_of, one_by_one  # noqa: E402
 from tests.support.megatron_parity import LENGTHS, sizes  # noqa: E402
 from ullage.datasets import MockSamples  # noqa: E402
 from ullage.engines.megatron import pack_training  # noqa: E402
@@ -38,28 +38,14 @@ def double(**options):
     return config
 
 
-def one_by_one(samples):
-    """The losses of a plain loop in this process alone: no schedule, no padding, one sequence per forward pass."""
+def expected_losses(samples):
+    """The losses of a plain loop in this process alone."""
     [model] = build(double(), wrapped=False)
-    optimizer = Optimizer([model])
-    losses = []
-    for step in range(STEPS + EVALUATIONS):
-        total, count = 0.0, 0
-        for sample in samples[step * BATCH : (step + 1) * BATCH]:
-            length = int(sample["original_seq_len"])
-            tokens, labels, positions, mask = (
-                sample[name][None, :length] for name in ("tokens", "labels", "position_ids", "loss_mask")
-            )
-            loss = (model(tokens, positions, None, labels=labels) * mask).sum()
-            if step < STEPS:
-                loss.backward()
-            total, count = total + float(loss.detach().double()), count + int(mask.sum())
-        losses.append(total / count)
-        if step < STEPS:
-            for parameter in model.parameters():
-                parameter.grad /= count
-            optimizer.step()
-    return losses
+    return one_by_one(model, batches_of(samples), EVALUATIONS)[0]
+
+
+def batches_of(samples):
+    return [samples[step * BATCH : (step + 1) * BATCH] for step in range(STEPS + EVALUATIONS)]
 
 
 def script_config(**options):
@@ -142,7 +128,7 @@ def main(cases):
     samples = samples_of(seed=11)
     with on_cpu(required=True):
         state.initialize_model_parallel()
-        expected = one_by_one(samples)
+        expected = expected_losses(samples)
         state.destroy_model_parallel()
         for case in cases:
             record = run_case(case, samples, expected)

@@ -204,28 +204,34 @@ def gradients(chunks):
     return {name: gradient for part in everyone for name, gradient in part.items()}
 
 
-def one_by_one(samples, **options):
-    """Loss and gradients of plain batches of one sequence each, in this process alone; then the optimizer's step."""
-    config = config_of(**options)
-    [model] = build(config, wrapped=False)
+def one_by_one(model, batches, evaluated=0):
+    """Losses of plain batches of one sequence each, in this process alone, and the gradients of the first step.
+
+    No schedule and no padding; the last ``evaluated`` batches train nothing.
+    """
     optimizer = Optimizer([model])
+    mtp = model.config.mtp_num_layers
     losses, first = [], None
-    for batch in samples:
+    for number, batch in enumerate(batches):
+        is_trained = number < len(batches) - evaluated
         total, count = 0.0, 0
         for sample in batch:
             length = int(sample["original_seq_len"])
             tokens, labels, positions, mask = (
                 sample[name][None, :length] for name in ("tokens", "labels", "position_ids", "loss_mask")
             )
-            loss = (model(tokens, positions, None, labels=labels, loss_mask=mask) * mask).sum()
-            loss.backward()
+            # The layers that predict further tokens weigh them in their own loss.
+            own = {"loss_mask": mask} if mtp else {}
+            loss = (model(tokens, positions, None, labels=labels, **own) * mask).sum()
+            if is_trained:
+                loss.backward()
             total, count = total + float(loss.detach().double()), count + int(mask.sum())
-        for parameter in model.parameters():
-            parameter.grad /= count
-        if first is None:
-            first = {name: parameter.grad.clone() for name, parameter in names(model)}
         losses.append(total / count)
-        optimizer.step()
+        if is_trained:
+            for parameter in model.parameters():
+                parameter.grad /= count
+            first = first or {name: parameter.grad.clone() for name, parameter in names(model)}
+            optimizer.step()
     return losses, first
 
 

@@ -51,6 +51,11 @@ def sizes(case):
     return {**found, **options}
 
 
+def alone(**options):
+    [model] = build(config_of(**options), wrapped=False)
+    return model
+
+
 def run_case(case, samples, losses, expected):
     options = sizes(case)
     state.initialize_model_parallel(
@@ -99,9 +104,9 @@ def main(cases):
         state.initialize_model_parallel()
         expected = {}
         if any("mtp" not in case for case in cases):
-            expected[False] = one_by_one(samples)
+            expected[False] = one_by_one(alone(), samples)
         if any("mtp" in case for case in cases):
-            expected[True] = one_by_one(samples, mtp_num_layers=1)
+            expected[True] = one_by_one(alone(mtp_num_layers=1), samples)
         state.destroy_model_parallel()
         for case in cases:
             run_case(case, samples, *expected["mtp" in case])

@@ -10,9 +10,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.support import megatron_loop as loop
 from tests.support import megatron_script as script
-from tests.support.megatron_cases import raised, sample
 from tests.support.megatron_cpu import on_cpu
 from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer, build
+from tests.support.megatron_samples import sample
+from tests.support.processes import raised
 from ullage.engines.megatron import pack_training
 
 
@@ -22,7 +23,7 @@ def everything(rank, world):
     samples = loop.samples_of(seed=5)
     with on_cpu(required=True):
         state.initialize_model_parallel()
-        expected = loop.one_by_one(samples)
+        expected = loop.expected_losses(samples)
         state.destroy_model_parallel()
         return {
             "packed": loop.run_case("pp2", samples, expected),

@@ -3,6 +3,8 @@
 import torch
 from megatron.core import parallel_state as state
 
+from tests.support.megatron_samples import config, pack, sample
+from tests.support.processes import raised
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
     packed_step,
@@ -10,7 +12,12 @@ from ullage.engines.megatron import (
 )
 
 
-def every_stage(config, sample, raised):
+def owns():
+    ends = (0, state.get_pipeline_model_parallel_world_size() - 1)
+    return state.get_tensor_model_parallel_rank() == 0 and state.get_pipeline_model_parallel_rank() in ends
+
+
+def every_stage():
     """A pipeline of four in which every stage has an iterator, read by all stages or by the ends only."""
     state.initialize_model_parallel(1, 4)
     stage = state.get_pipeline_model_parallel_rank()
@@ -37,7 +44,7 @@ def every_stage(config, sample, raised):
     return found
 
 
-def evaluation(config, sample, owns, raised):
+def evaluation():
     """Iterators that end: within a step, unequally, and before it; at tp 2 · dp 2."""
     state.initialize_model_parallel(2)
     dp = state.get_data_parallel_rank()
@@ -52,7 +59,7 @@ def evaluation(config, sample, owns, raised):
     return found
 
 
-def packed_already(config, sample, pack, owns, raised):
+def packed_already():
     """Rows that the iterators give, at tp 2 · dp 2: two on the first data-parallel rank and one on the other."""
     state.initialize_model_parallel(2)
     dp = state.get_data_parallel_rank()
@@ -72,7 +79,7 @@ def packed_already(config, sample, pack, owns, raised):
     return found
 
 
-def degrees(config, raised):
+def degrees():
     """Microbatches of an iterator that is not ours, with a degree each: at tp 2 · cp 2, and with Megatron's groups."""
 
     def row(degree):

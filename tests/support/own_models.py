@@ -14,6 +14,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from ullage import RaggedBatch
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 16,
@@ -21,6 +23,25 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+
+
+LENGTHS = (7, 3, 12, 1, 3)
+
+
+def sequences(lengths=LENGTHS, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=random) for length in lengths]
+
+
+def packed_row(lengths=LENGTHS, seed=1, labelled=True):
+    """What to_flattened makes of the sequences, their ids as labels."""
+    names = ("input_ids", "labels") if labelled else ("input_ids",)
+    return RaggedBatch.from_samples([dict.fromkeys(names, row) for row in sequences(lengths, seed)]).to_flattened()
+
+
+def alone(model, lengths=LENGTHS, seed=1):
+    """Logits [T, V] of each sequence in a call of its own."""
+    return torch.cat([model(input_ids=row[None]).logits[0] for row in sequences(lengths, seed)])
 
 
 def llama_config(**changes):

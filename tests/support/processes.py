@@ -113,3 +113,12 @@ def values(outcomes):
     for outcome in outcomes:
         assert "error" not in outcome, outcome["traceback"]
     return [outcome["value"] for outcome in outcomes]
+
+
+def raised(function, *arguments, **keywords):
+    """The type and text of what a call raises, or None."""
+    try:
+        function(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -15,6 +15,30 @@ import ullage
 
 Samples = list[dict[str, Tensor]]
 Way = tuple[dict[str, Any], Callable[[Any], Tensor]]
+#: Logits of the real tokens [T, ...] or sequences, the loss, and the gradients by name.
+Result = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The gradients by name; the model has none afterwards."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_gives(model: Any, way: Way, expected: Result, tolerance: float, name: str = "") -> None:
+    """Asserts that a training call gives the logits, the loss and every gradient of ``expected``, and no state."""
+    logits, loss, wanted = expected
+    keywords, real = way
+    outputs = model(**keywords)
+    outputs.loss.backward()
+    found = gradients(model)
+    assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance), name
+    assert abs(float(outputs.loss.detach() - loss)) < tolerance, name
+    assert outputs.get("past_key_values") is None
+    assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
+    for parameter, gradient in wanted.items():
+        assert torch.allclose(found[parameter], gradient, rtol=0, atol=tolerance), (name, parameter)
 
 
 def padded(samples: Samples, side: str, poison: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -1,15 +1,9 @@
-"""Trains an adapter packed, continues it, and writes down the losses and the adapter; run by torchrun.
-
-``adapter_script.py FOLDER``.
-"""
-
-import json
-import os
-import sys
+"""What the ranks of the adapter test run: an adapter trained packed and plain, and continued."""
 
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.support.fsdp_cases import as_torchrun
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.models.adapters import lora_targets
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
@@ -36,21 +30,11 @@ def run(folder, batch_size, packing, resume=None):
     return {"losses": losses, "adapter": adapter, "eval_loss": trainer.evaluate()["eval_loss"]}
 
 
-def everything(folder, batch_size):
+def everything(rank, world, folder):
+    as_torchrun(rank, world)
     results = {}
     for packing in (False, True):
         name = "packed" if packing else "plain"
-        results[name] = run(f"{folder}/{name}", batch_size, packing)
-        results[f"{name} again"] = run(f"{folder}/{name} again", batch_size, packing, f"{folder}/{name}/checkpoint-2")
+        results[name] = run(f"{folder}/{name}", 8 // world, packing)
+        results[f"{name} again"] = run(f"{folder}/{name} again", 8 // world, packing, f"{folder}/{name}/checkpoint-2")
     return results
-
-
-def main():
-    folder = sys.argv[1]
-    results = everything(folder, 8 // int(os.environ["WORLD_SIZE"]))
-    with open(os.path.join(folder, f"results-{os.environ['RANK']}.json"), "w") as file:
-        json.dump(results, file)
-
-
-if __name__ == "__main__":
-    main()
