@@ -7,15 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.real_zero import Recipe, Truth, write
 
-
-def ullage(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ullage", *map(str, arguments)], capture_output=True, text=True)
+#: Of the fixture ``run``.
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +35,21 @@ def one_line(text: str) -> str:
     return text
 
 
-def test_inspect_says_what_is_there(truth: Truth) -> None:
-    done = ullage("inspect", truth.folder)
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert "zero stage 1\n" in re.sub(" +\n", "\n", done.stdout)  # once, where the optimizer has no other name
-    assert "5, buffers among them" in done.stdout
+def as_json(answer: tuple[int, str, str]) -> dict[str, Any]:
+    return json.loads(answer[1])
+
+
+def test_inspect_says_what_is_there(run: Run, truth: Truth) -> None:
+    status, out, err = run("inspect", truth.folder)
+    assert (status, err) == (0, "")
+    assert "zero stage 1\n" in re.sub(" +\n", "\n", out)  # once, where the optimizer has no other name
+    assert "5, buffers among them" in out
     for said in ("stage 1", "dp 3", "embed.weight", "19 × 5", "fp32, exp_avg, exp_avg_sq", "scale", "mean", "whole"):
-        assert said in done.stdout
+        assert said in out
 
 
-def test_inspect_as_json_conserves_elements(truth: Truth) -> None:
-    found = json.loads(ullage("inspect", truth.tag_folder, "--json").stdout)
+def test_inspect_as_json_conserves_elements(run: Run, truth: Truth) -> None:
+    found = as_json(run("inspect", truth.tag_folder, "--json"))
     assert found["dp"] == 3
     assert found["problems"] == []
     assert {t["name"] for t in found["tensors"]} == {"embed.weight", "leave.weight", "norm.weight", "scale", "mean"}
@@ -55,13 +59,13 @@ def test_inspect_as_json_conserves_elements(truth: Truth) -> None:
         assert sum(group["padding_by_rank"].values()) == group["padding"] > 0
 
 
-def test_inspect_draws_a_page(truth: Truth, tmp_path: Path) -> None:
-    done = ullage("inspect", truth.folder, "--html", tmp_path / "new" / "page.html")
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[-1] == f"page: {tmp_path / 'new' / 'page.html'}"
-    text = (tmp_path / "new" / "page.html").read_text()
-    assert "embed.weight" in text
-    assert "rank 2" in text
+def test_inspect_draws_a_page(run: Run, truth: Truth, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "page.html"
+    status, out, _ = run("inspect", truth.folder, "--html", page)
+    assert status == 0
+    assert out.splitlines()[-1] == f"page: {page}"
+    assert "embed.weight" in page.read_text()
+    assert "rank 2" in page.read_text()
 
 
 def test_inspect_loads_neither_torch_nor_deepspeed(truth: Truth) -> None:
@@ -74,116 +78,103 @@ def test_inspect_loads_neither_torch_nor_deepspeed(truth: Truth) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_inspect_of_a_damaged_checkpoint_exits_with_one(truth: Truth, tmp_path: Path) -> None:
+def test_inspect_of_a_damaged_checkpoint_exits_with_one(run: Run, truth: Truth, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(truth.tag_folder, damaged)
     (damaged / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    done = ullage("inspect", damaged)
-    assert done.returncode == 1
-    assert "a shard is missing" in done.stdout
-    assert "rank 1" in done.stdout
-    assert json.loads(ullage("inspect", damaged, "--json").stdout)["problems"]
-    refused = ullage("convert", damaged, tmp_path / "target")
-    assert refused.returncode == 1
-    assert "rank 1" in one_line(refused.stderr)
+    status, out, _ = run("inspect", damaged)
+    assert status == 1
+    assert "a shard is missing" in out
+    assert "rank 1" in out
+    assert as_json(run("inspect", damaged, "--json"))["problems"]
+    status, _, err = run("convert", damaged, tmp_path / "target")
+    assert status == 1
+    assert "rank 1" in one_line(err)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged"]
 
 
-def test_convert_then_verify(truth: Truth, tmp_path: Path) -> None:
+def test_convert_then_verify(run: Run, truth: Truth, tmp_path: Path) -> None:
     target = tmp_path / "made" / "on the way" / "universal"
-    done = ullage("convert", truth.folder, target, "--workers", 2)
-    assert done.returncode == 0, done.stderr
-    assert str(target) in done.stdout
-    assert "2 workers" in done.stdout
-    same = ullage("verify", truth.folder, target)
-    assert same.returncode == 0
-    assert same.stdout.startswith("equal: ")
+    status, out, err = run("convert", truth.folder, target, "--workers", 2)
+    assert status == 0, err
+    assert str(target) in out
+    assert "2 workers" in out
+    status, out, _ = run("verify", truth.folder, target)
+    assert status == 0
+    assert out.startswith("equal: ")
     path = target / "zero" / "embed.weight" / "exp_avg.pt"
     data = bytearray(path.read_bytes())
     at = data.index(truth.tensor("embed.weight", "exp_avg").tobytes())
     data[at + 40] ^= 1
     path.write_bytes(data)
-    different = ullage("verify", truth.folder, target, "--json")
-    assert different.returncode == 1
-    report = json.loads(different.stdout)
+    different = run("verify", truth.folder, target, "--json")
+    assert different[0] == 1
+    report = as_json(different)
     assert report["equal"] is False
-    assert len(report["problems"]) == 1
-    assert "embed.weight" in report["problems"][0]
+    [problem] = report["problems"]
+    assert "embed.weight" in problem
 
 
-def test_convert_reports_as_json(truth: Truth, tmp_path: Path) -> None:
-    report = json.loads(ullage("convert", truth.folder, tmp_path / "u", "--json").stdout)
-    written = sum(path.stat().st_size for path in (tmp_path / "u").rglob("*.pt"))
-    assert report["num_bytes"] == written
-    assert report["num_tensors"] > 0
-
-
-def test_a_dry_run_tells_and_leaves_nothing(truth: Truth, tmp_path: Path) -> None:
-    told = json.loads(ullage("convert", truth.folder, tmp_path / "a" / "u", "--dry-run", "--json").stdout)
+def test_a_dry_run_tells_what_convert_reports_and_leaves_nothing(run: Run, truth: Truth, tmp_path: Path) -> None:
+    target = tmp_path / "a" / "u"
+    told = as_json(run("convert", truth.folder, target, "--dry-run", "--json"))
     assert list(tmp_path.iterdir()) == []
-    done = json.loads(ullage("convert", truth.folder, tmp_path / "a" / "u", "--json").stdout)
-    assert {key: told[key] for key in ("num_bytes", "num_files", "num_tensors")} == {
-        key: done[key] for key in ("num_bytes", "num_files", "num_tensors")
-    }
+    done = as_json(run("convert", truth.folder, target, "--json"))
+    assert done["num_bytes"] == sum(path.stat().st_size for path in target.rglob("*.pt"))
+    assert done["num_tensors"] > 0
+    assert all(told[key] == done[key] for key in ("num_bytes", "num_files", "num_tensors"))
 
 
-def test_bad_input_is_one_line_and_status_one(truth: Truth, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+#: Calls, with F for a good checkpoint, its exit status, and words of what is said.
+WRONG = [
+    ("inspect nowhere", 1, "nowhere"),
+    ("inspect empty", 1, "not a checkpoint"),
+    ("inspect F --html file/page.html", 1, "a file cannot be written ("),
+    ("convert F taken", 1, "exists"),
+    ("convert F F/inside", 1, "inside the source"),
+    ("convert F file/target", 1, "/file). Name a folder"),
+    ("verify F empty", 1, "not a checkpoint"),
+    ("convert F", 2, ""),
+    ("convert F t --to tarball", 2, "tarball"),
+    ("convert F t --workers 0", 2, "--workers"),
+    ("convert F t --dtype bfloat16", 2, "dtype"),
+    ("convert F t --weights-only", 2, "weights"),
+    ("inspect", 2, ""),
+]
+
+
+@pytest.mark.parametrize(("call", "status", "message"), WRONG)
+def test_bad_input_is_said_and_nothing_written(
+    run: Run, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, status: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    (tmp_path / "taken").mkdir()
-    for arguments, said in (
-        (("inspect", tmp_path / "nowhere"), "nowhere"),
-        (("inspect", tmp_path / "empty"), "not a checkpoint"),
-        (("convert", truth.folder, tmp_path / "taken"), "exists"),
-        (("convert", truth.tag_folder, truth.tag_folder / "inside"), "inside the source"),
-        (("convert", truth.folder, tmp_path / "file" / "target"), str(tmp_path / "file")),
-        (("verify", truth.folder, tmp_path / "empty"), "not a checkpoint"),
-    ):
-        done = ullage(*arguments)
-        assert done.returncode == 1, (arguments, done.stdout, done.stderr)
-        assert said in one_line(done.stderr)
+    for name in ("empty", "taken"):
+        (tmp_path / name).mkdir()
+    found, _, err = run(*(word.replace("F", str(truth.tag_folder)) for word in call.split()))
+    assert found == status
+    assert message in (one_line(err) if status == 1 else err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "taken"]
     assert not (truth.tag_folder / "inside").exists()
 
 
-def test_wrong_usage_is_status_two(truth: Truth, tmp_path: Path) -> None:
-    for arguments in (
-        ("convert", truth.folder),
-        ("convert", truth.folder, tmp_path / "t", "--to", "tarball"),
-        ("convert", truth.folder, tmp_path / "t", "--workers", 0),
-        ("convert", truth.folder, tmp_path / "t", "--dtype", "bfloat16"),
-        ("convert", truth.folder, tmp_path / "t", "--weights-only"),
-        ("inspect",),
-    ):
-        assert ullage(*arguments).returncode == 2, arguments
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_8_bit_state_of_an_unknown_form_is_said_by_inspect_and_refused_by_convert_in_one_line(tmp_path: Path) -> None:
+def test_8_bit_state_of_an_unknown_form_is_said_by_inspect_and_refused_by_convert(run: Run, tmp_path: Path) -> None:
     from tests.checkpoint.test_bad_checkpoints import edit
     from tests.checkpoint.test_carried_state import to_8bit
 
     written = write(tmp_path / "run", Recipe(stage=2, dp=2, groups=[{"w": (40, 40)}]))
     for rank, path in enumerate(sorted(written.tag_folder.glob("*optim_states.pt"))):
         edit(path, lambda c, r=rank: to_8bit(c["optimizer_state_dict"]["base_optimizer_state"]["state"][0], r))
-    said = ullage("inspect", written.folder)
-    assert said.returncode == 0, said.stdout
-    assert (
-        "the weights only can be converted: optimizer state state1 is quantised in a way that is not known"
-        in said.stdout
-    )
-    done = ullage("convert", written.folder, tmp_path / "u")
-    assert done.returncode == 1
-    assert "state1 is quantised" in one_line(done.stderr)
-    assert ullage("convert", written.folder, tmp_path / "st", "--to", "safetensors", "--weights-only").returncode == 0
-    assert ullage("verify", written.folder, tmp_path / "st").returncode == 0
+    status, out, _ = run("inspect", written.folder)
+    assert status == 0
+    only = "the weights only can be converted: optimizer state state1 is quantised in a way that is not known"
+    assert only in " ".join(out.split())
+    status, _, err = run("convert", written.folder, tmp_path / "u")
+    assert status == 1
+    assert "state1 is quantised" in one_line(err)
+    assert run("convert", written.folder, tmp_path / "st", "--to", "safetensors", "--weights-only")[0] == 0
+    assert run("verify", written.folder, tmp_path / "st")[0] == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "st"]
-
-
-def test_a_page_that_cannot_be_written_is_one_line(truth: Truth, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = ullage("inspect", truth.folder, "--html", tmp_path / "file" / "page.html")
-    assert done.returncode == 1
-    assert "a file cannot be written (" in one_line(done.stderr)
 
 
 #: What Windows lacks.

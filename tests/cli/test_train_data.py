@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tests.support.hub import COMMIT, put_in_cache
 from tests.support.launch import torchrun
-from ullage.cli.train.verb import _run
+from tests.support.train_verb import jsonl, record, train
 from ullage.core.errors import InputError
+from ullage.training.step.metering import TokenMeter
 
-TINY = ["--model", "lstm-16", "--per_device_train_batch_size", "8", "--logging_steps", "1", "--use_cpu"]
+TINY = ["--model", "lstm-16", "--per_device_train_batch_size", 8, "--logging_steps", 1, "--use_cpu"]
+PACKED = [*TINY, "--model", "llama-16x1", "--packing_capacity", 64]
 
 
 def chat(i: int) -> dict:
@@ -32,15 +37,18 @@ def mixed(i: int) -> dict:
 
 
 def write(path: Path, make, number: int = 60) -> Path:
-    path.write_text("".join(json.dumps(make(i)) + "\n" for i in range(number)))
-    return path
+    return jsonl(path, map(make, range(number)))
+
+
+def said_json(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def told(capsys, *arguments: object) -> dict:
     """What a dry run says as JSON."""
     capsys.readouterr()
-    _run([*TINY, *map(str, arguments), "--dry_run", "--json"], first=True)
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    train(*TINY, *arguments, "--dry_run", "--json")
+    return said_json(capsys)
 
 
 def files(folder: Path) -> set[str]:
@@ -78,8 +86,7 @@ def test_a_dry_run_looks_for_a_capacity_and_says_what_the_folder_holds(tmp_path,
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("")
     before = files(tmp_path)
-    options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1"]
-    found = told(capsys, *options, "--packing_capacity", "auto")
+    found = told(capsys, "--data", data, "--output_dir", tmp_path / "out", *PACKED, "--packing_capacity", "auto")
     # A step of 8 sequences of 8 tokens at most fits into one row.
     assert found["plan"]["capacity"] == 64
     assert found["plan"]["rows_per_rank"] == 1
@@ -90,23 +97,17 @@ def test_a_dry_run_looks_for_a_capacity_and_says_what_the_folder_holds(tmp_path,
 def test_a_dry_run_over_axes_plans_the_same_steps_and_keeps_nothing(tmp_path, capsys):
     data = write(tmp_path / "a.jsonl", text)
     before = files(tmp_path)
-    options = ["--data", data, "--output_dir", tmp_path / "out", "--model", "llama-16x1", "--held_out", 0]
-    axes = told(capsys, *options, "--packing_capacity", 64, "--dp", 1)
-    plain = told(capsys, *options, "--packing_capacity", 64)
+    options = ["--data", data, "--output_dir", tmp_path / "out", *PACKED, "--held_out", 0]
+    axes = told(capsys, *options, "--dp", 1)
+    plain = told(capsys, *options)
     assert files(tmp_path) == before
     assert axes["plan"] == pytest.approx(plain["plan"])
     assert axes["time"]["seconds"] == pytest.approx(axes["time"]["seconds_per_step"] * axes["plan"]["steps"])
 
 
-def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
-    from ullage.training.step.metering import TokenMeter
-
-    data = write(tmp_path / "pairs.jsonl", pair)
-    options = ["--data", data, "--model", "llama-16x1", "--packing_capacity", 64, "--max_steps", 2, "--held_out", 0]
-    capsys.readouterr()
-    arguments = [*map(str, options), "--per_device_train_batch_size", "8", "--use_cpu", "--logging_steps", "1"]
-    _run([*arguments, "--dry_run", "--output_dir", str(tmp_path / "a"), "--json"], first=True)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys, monkeypatch):
+    arguments = ["--data", write(tmp_path / "pairs.jsonl", pair), *PACKED, "--max_steps", 2, "--held_out", 0]
+    found = told(capsys, *arguments, "--output_dir", tmp_path / "a")
     seen: list[tuple[float, int]] = []
     add = TokenMeter.add_packed
 
@@ -114,66 +115,65 @@ def test_a_packed_dry_run_tells_the_plan_of_the_run(tmp_path, capsys):
         seen.append((plan.statistics().ullage, plan.num_microbatches))
         return add(self, microbatches, plan, flops)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenMeter, "add_packed", noting)
-        _run([*arguments, "--output_dir", str(tmp_path / "b"), "--json"], first=True)
+    monkeypatch.setattr(TokenMeter, "add_packed", noting)
+    train(*arguments, "--output_dir", tmp_path / "b")
     assert len(seen) == found["plan"]["planned"] == found["plan"]["steps"] == 2
     assert found["plan"]["capacity_unused"] == pytest.approx(sum(unused for unused, _ in seen) / 2)
     assert found["plan"]["rows_per_rank"] == sum(rows for _, rows in seen) / 2
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        (chat, [], "the tokenizer has no chat template.*Give --chat_template a file, or chatml"),
-        (chat, ["--chat_template", "nowhere"], "no such chat template"),
-        (pair, ["--text_column", "text", "--completion_only_loss", "true"], "completion_only_loss is for chats and"),
-        (pair, ["--data_split", "test"], "neither configurations nor splits"),
-        (pair, ["--max_length", "1"], "no sequence has a token to train on"),
-        (
-            text,
-            ["--max_length", "1"],
-            "nothing to predict .*found 60 sequences of 1 tokens at most. Raise --max_length",
-        ),
-        (mixed, [], "the column 'text' holds no text .*found values of several kinds"),
-    ],
-)
-def test_data_that_do_not_fit_the_call_are_refused_in_one_line(tmp_path, make, arguments, message):
-    data = write(tmp_path / "a.jsonl", make)
-    with pytest.raises(InputError, match=message) as error:
-        _run(["--data", str(data), *arguments, *TINY, "--dry_run"], first=True)
-    assert str(tmp_path) in str(error.value) or "nowhere" in str(error.value)
+#: Rows, flags, and words of the error.
+REFUSED = [
+    (chat, [], "the tokenizer has no chat template.*Give --chat_template a file, or chatml"),
+    (chat, ["--chat_template", "nowhere"], "no such chat template"),
+    (pair, ["--text_column", "text", "--completion_only_loss", "true"], "completion_only_loss is for chats and"),
+    (pair, ["--data_split", "test"], "neither configurations nor splits"),
+    (pair, ["--max_length", 1], "no sequence has a token to train on"),
+    (text, ["--max_length", 1], "nothing to predict .*found 60 sequences of 1 tokens at most. Raise --max_length"),
+    (text, ["--text_column", "texts"], "there is no column 'texts'"),
+    (mixed, [], "the column 'text' holds no text .*found values of several kinds"),
+]
 
 
-def test_an_error_names_the_row_of_the_file_and_comes_before_the_model_is_loaded(tmp_path, monkeypatch):
-    """A part of the rows is held out, and rows without a label are left out: the others keep their numbers."""
-
-    def loaded(*arguments):
+@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED)
+def test_data_that_do_not_fit_the_call_are_refused_in_one_line(tmp_path, monkeypatch, make, arguments, message):
+    def loaded(*_):
         raise AssertionError("the model was loaded")
 
-    def refused(make, *options):
-        data = write(tmp_path / "a.jsonl", make)
-        with pytest.raises(InputError) as error:
-            _run(["--data", str(data), *options, *TINY, "--held_out", "0.3", "--dry_run"], first=True)
-        return str(error.value)
+    if "--max_length" not in arguments:  # whose cuts are looked at when the model has said what it can read
+        monkeypatch.setattr("ullage.cli.train.model.load_model", loaded)
+    with pytest.raises(InputError, match=message) as error:
+        train("--data", write(tmp_path / "a.jsonl", make), *arguments, *TINY, "--dry_run")
+    assert str(tmp_path) in str(error.value) or "nowhere" in str(error.value)
+    assert "\n" not in str(error.value)
 
-    torn = lambda i: {"messages": [{"role": "user", **({} if i == 50 else {"content": f"{i}"})}]}  # noqa: E731
-    assert "sample 50)" in refused(torn, "--chat_template", "chatml")
-    outside = lambda i: {"input_ids": [1, 2], "labels": [-100, 999 if i == 50 else 2 if i % 2 else -100]}  # noqa: E731
-    said = refused(outside)
-    assert "a label is outside the vocabulary" in said
-    assert "sample 50, position 1)" in said
-    word = lambda i: {"messages": "a" if i == 50 else chat(i)["messages"]}  # noqa: E731
-    assert "a row is no chat" in refused(word)
-    monkeypatch.setattr("ullage.cli.train.model.load_model", loaded)
-    assert "no chat template" in refused(chat)
-    assert "there is no column 'texts'" in refused(text, "--text_column", "texts")
+
+#: A row of another kind, flags, and how the error names it.
+WRONG_ROWS = [
+    ({"messages": [{"role": "user"}]}, chat, ["--chat_template", "chatml"], "sample 50)"),
+    ({"messages": "a"}, chat, [], "a row is no chat"),
+    (
+        {"input_ids": [1, 2], "labels": [-100, 999]},
+        lambda i: {"input_ids": [1, 2], "labels": [-100, 2 if i % 2 else -100]},
+        [],
+        "a label is outside the vocabulary (PATH, sample 50, position 1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "others", "flags", "message"), WRONG_ROWS)
+def test_an_error_names_the_row_of_the_file(tmp_path, row, others, flags, message):
+    """A part of the rows is held out, and rows without a label are left out: the others keep their numbers."""
+    data = write(tmp_path / "a.jsonl", lambda i: row if i == 50 else others(i))
+    with pytest.raises(InputError) as error:
+        train("--data", data, *flags, *TINY, "--held_out", 0.3, "--dry_run")
+    assert message in str(error.value).replace(str(data), "PATH")
 
 
 def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys):
     data = write(tmp_path / "a.jsonl", pair)
-    _run(["--data", str(data), "--max_length", "12", *TINY, "--dry_run", "--held_out", "0"], first=True)
+    train("--data", data, "--max_length", 12, *TINY, "--dry_run", "--held_out", 0)
     said = capsys.readouterr().out
     assert "takes prompt and completion, not text; --text_column chooses another column" in said
     kept = sum(1 + i % 30 < 12 for i in range(60))
@@ -181,28 +181,23 @@ def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys)
     assert f"{60 - kept} without a token to train on left out" in said
     assert "dry run: nothing is written, and what was trained is thrown away" in said
     assert "per process at the peak of these steps" in said
-    data = write(
-        tmp_path / "b.jsonl", lambda i: {"text": "a", "input_ids": [5] * (i % 30 + 1), "labels": [5] * (i % 30 + 1)}
-    )
-    _run(["--data", str(data), *TINY, "--dry_run", "--held_out", "0"], first=True)
+    data = write(tmp_path / "b.jsonl", lambda i: {"text": "a", "input_ids": [5, 6], "labels": [5, 6]})
+    train("--data", data, *TINY, "--dry_run", "--held_out", 0)
     assert "takes input_ids, not text; --text_column chooses another column" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_model_learns_completions_alone(tmp_path, capsys):
     """The prompt is noise: what is learned is the completion, and the loss counts nothing else."""
-    import random
-
     draw = random.Random(0)
     rows = [{"prompt": f"{draw.getrandbits(60):015x}"[: draw.randint(1, 15)], "completion": "abc"} for _ in range(200)]
-    data = tmp_path / "a.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--data", str(data), *TINY, "--learning_rate", "0.03", "--num_train_epochs", "6", "--json"]
-    losses = {}
-    for name, more in {"completion": [], "all": ["--completion_only_loss", "false"]}.items():
-        _run([*arguments, *more, "--output_dir", str(tmp_path / name)], first=True)
-        losses[name] = json.loads(capsys.readouterr().out.splitlines()[-1])["eval_loss"]
-    assert losses["completion"] < losses["all"] / 2
+    data = jsonl(tmp_path / "a.jsonl", rows)
+    losses = []
+    for flag in ("true", "false"):
+        arguments = [*TINY, "--learning_rate", 0.03, "--num_train_epochs", 6, "--completion_only_loss", flag]
+        train("--data", data, *arguments, "--output_dir", tmp_path / flag, "--json")
+        losses.append(said_json(capsys)["eval_loss"])
+    assert losses[0] < losses[1] / 2
 
 
 @pytest.mark.slow
@@ -210,9 +205,8 @@ def test_a_model_learns_completions_alone(tmp_path, capsys):
 def test_processes_rehearse_together(tmp_path):
     data = write(tmp_path / "a.jsonl", pair)
     before = files(tmp_path)
-    options = ["--data", data, "--model", "llama-16x1", "--packing_capacity", 64, "--per_device_train_batch_size", 4]
-    options += ["--output_dir", tmp_path / "o", "--use_cpu", "--dry_run", "--json"]
-    output = torchrun(2, "-m", "ullage", "train", *options, "--zero", 3)
+    options = ["--data", data, *PACKED, "--per_device_train_batch_size", 4, "--output_dir", tmp_path / "o"]
+    output = torchrun(2, "-m", "ullage", "train", *options, "--dry_run", "--json", "--zero", 3)
     [line] = [line for line in output.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert found["processes"] == 2
@@ -223,9 +217,6 @@ def test_processes_rehearse_together(tmp_path):
 
 def test_a_data_set_of_the_hub_comes_from_the_cache_and_its_revision_is_written_down(tmp_path, monkeypatch, capsys):
     """What lies in the folder of the call wins; nothing is asked for that the cache holds."""
-    from huggingface_hub import constants
-
-    from tests.support.hub import COMMIT, put_in_cache
 
     def lines(number: int) -> bytes:
         return "".join(json.dumps(pair(i)) + "\n" for i in range(number)).encode()
@@ -234,9 +225,8 @@ def test_a_data_set_of_the_hub_comes_from_the_cache_and_its_revision_is_written_
     put_in_cache(tmp_path / "hub", "org/pairs", {**parts, "data/test-00000-of-00001.jsonl": lines(5)}, kind="datasets")
     put_in_cache(tmp_path / "hub", "org/torn", dict([parts.popitem()]), kind="datasets")
     card = b"---\nconfigs:\n- config_name: one\n  data_files:\n  - split: train\n    path: a.jsonl\n---\n"
-    put_in_cache(
-        tmp_path / "hub", "org/card", {"README.md": card, "a.jsonl": lines(7), "b.py": b"1/0"}, kind="datasets"
-    )
+    carded = {"README.md": card, "a.jsonl": lines(7), "b.py": b"1/0"}
+    put_in_cache(tmp_path / "hub", "org/card", carded, kind="datasets")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -253,10 +243,9 @@ def test_a_data_set_of_the_hub_comes_from_the_cache_and_its_revision_is_written_
     ):
         with pytest.raises(InputError, match=message):
             told(capsys, "--data", name, *more, *options)
-    _run([*map(str, ["--data", "org/pairs", *options, "--max_steps", 1]), *TINY], first=True)
+    train("--data", "org/pairs", *options, "--max_steps", 1, *TINY)
     assert f"org/pairs, revision {COMMIT[:12]}" in capsys.readouterr().out
-    record = json.loads((tmp_path / "out" / "ullage_run.json").read_text())
-    assert record["revisions"] == {"data": f"org/pairs@{COMMIT}"}
+    assert record(tmp_path / "out")["revisions"] == {"data": f"org/pairs@{COMMIT}"}
     (tmp_path / "org" / "pairs").mkdir(parents=True)
     (tmp_path / "org" / "pairs" / "mine.jsonl").write_bytes(lines(3))
     assert told(capsys, "--data", "org/pairs", *options)["data"]["train"]["sequences"] == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import resource
 import signal
 import subprocess
@@ -11,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.train_verb import losses, record, steps_saved, texts, train
 from ullage.cli.train.progress import Progress
-from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError, TrainingError
-from ullage.training.saving.checkpoints import checkpoints_in, is_unfinished
+from ullage.training.saving.checkpoints import is_unfinished
 
 SMALL = ["--model", "llama-16x1", "--packing_capacity", 128, "--per_device_train_batch_size", 4, "--max_steps", 8]
 SMALL += ["--learning_rate", 0.02, "--save_steps", 2, "--save_total_limit", 9, "--logging_steps", 1, "--use_cpu"]
@@ -23,14 +21,11 @@ SMALL += ["--eval_strategy", "no", "--disable_tqdm", "true"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    draw = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{i} " + "abc " * draw.randint(1, 20)}) + "\n" for i in range(60)))
-    return path
+    return texts(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory) -> list[float]:
+def whole(data, tmp_path_factory) -> dict[int, float]:
     """The losses of the run that nothing ends."""
     folder = tmp_path_factory.mktemp("whole")
     train("--data", data, *SMALL, "--output_dir", folder)
@@ -53,58 +48,48 @@ def disk(tmp_path):
     subprocess.run(["umount", "--lazy", path], check=True)
 
 
-def train(*arguments: object) -> None:
-    _run([*map(str, arguments)], first=True)
-
-
-def losses(folder: Path) -> list[float]:
-    history = json.loads((checkpoints_in(folder)[-1] / "trainer_state.json").read_text())["log_history"]
-    return [row["loss"] for row in history if "loss" in row]
-
-
 def settings(folder: Path) -> dict:
-    return json.loads((folder / "ullage_run.json").read_text())["settings"]
-
-
-def no_file_grows(monkeypatch, after: int) -> None:
-    """Let every file that this process writes after a step be too large."""
-
-    def limit(self, args, state, control, **_):
-        if state.global_step == after:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-    monkeypatch.setattr(Progress, "on_step_begin", limit)
+    return record(folder)["settings"]
 
 
 @pytest.fixture
-def limits():
+def no_file_grows(monkeypatch):
+    """Lets every file that this process writes after a step be too large, and no file any more with ``after=None``."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+
+    def limit(after: int | None) -> None:
+        def begun(self, args, state, control, **_):
+            if state.global_step == after:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[0][1]))
+
+        monkeypatch.setattr(Progress, "on_step_begin", begun)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+
+    yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
     signal.signal(signal.SIGXFSZ, before[1])
 
 
 @pytest.mark.regression
+@pytest.mark.parametrize("call", ["resumed", "again"])
 def test_a_run_whose_save_failed_goes_on_with_its_own_data_and_settings(
-    data, whole, tmp_path, monkeypatch, capsys, limits
+    data, whole, tmp_path, capsys, no_file_grows, call
 ):
-    for name, arguments in (("resumed", ["--resume_from_checkpoint"]), ("again", ["--data", data, *SMALL])):
-        folder = tmp_path / name
-        with monkeypatch.context() as patch:
-            no_file_grows(patch, after=2)
-            with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-4\)"):
-                train("--data", data, *SMALL, "--output_dir", folder)
-        limits()
-        assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2"]
-        before = settings(folder)
-        assert (before["data"], before["packing_capacity"], before["learning_rate"]) == ([str(data)], 128, 0.02)
-        capsys.readouterr()
-        train("--output_dir", folder, *arguments)
-        said = capsys.readouterr().out
-        assert f"continues from {folder}/checkpoint-2" in said
-        assert "changed settings" not in said
-        assert settings(folder) == before
-        assert losses(folder) == whole
+    arguments = ["--resume_from_checkpoint"] if call == "resumed" else ["--data", data, *SMALL]
+    no_file_grows(after=2)
+    with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-4\)"):
+        train("--data", data, *SMALL, "--output_dir", tmp_path)
+    no_file_grows(after=None)
+    assert steps_saved(tmp_path) == [2]
+    before = settings(tmp_path)
+    assert (before["data"], before["packing_capacity"], before["learning_rate"]) == ([str(data)], 128, 0.02)
+    capsys.readouterr()
+    train("--output_dir", tmp_path, *arguments)
+    said = capsys.readouterr().out
+    assert f"continues from {tmp_path}/checkpoint-2" in said
+    assert "changed settings" not in said
+    assert settings(tmp_path) == before
+    assert losses(tmp_path) == whole
 
 
 @pytest.mark.regression
@@ -112,7 +97,7 @@ def test_a_run_that_a_loss_of_nan_ends_keeps_its_settings(data, tmp_path):
     folder = tmp_path / "out"
     with pytest.raises(TrainingError, match="not a number"):
         train("--data", data, *SMALL, "--output_dir", folder, "--learning_rate", 1e30, "--save_steps", 1)
-    assert checkpoints_in(folder)
+    assert steps_saved(folder)
     assert settings(folder)["data"] == [str(data)]
     # The call that the folder's own message recommends: on this data, so the loss is still no number.
     with pytest.raises(TrainingError, match="not a number"):
@@ -121,16 +106,14 @@ def test_a_run_that_a_loss_of_nan_ends_keeps_its_settings(data, tmp_path):
 
 
 @pytest.mark.regression
-def test_a_run_that_ends_after_a_step_and_before_a_checkpoint_keeps_its_settings(data, tmp_path, monkeypatch, limits):
-    folder = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        no_file_grows(patch, after=1)
-        with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-2\)"):
-            train("--data", data, *SMALL, "--output_dir", folder)
-    limits()
-    assert settings(folder)["learning_rate"] == 0.02
+def test_a_run_that_ends_after_a_step_and_before_a_checkpoint_keeps_its_settings(data, tmp_path, no_file_grows):
+    no_file_grows(after=1)
+    with pytest.raises(TrainingError, match=r"cannot be written \(.*/checkpoint-2\)"):
+        train("--data", data, *SMALL, "--output_dir", tmp_path)
+    no_file_grows(after=None)
+    assert settings(tmp_path)["learning_rate"] == 0.02
     with pytest.raises(InputError, match=r"found learning_rate 0.02 there, 0.01 here\. Start over with --overwrite"):
-        train("--data", data, *SMALL, "--learning_rate", 0.01, "--output_dir", folder)
+        train("--data", data, *SMALL, "--learning_rate", 0.01, "--output_dir", tmp_path)
 
 
 @pytest.mark.regression
@@ -158,7 +141,7 @@ def test_a_checkpoint_without_settings_is_not_continued_on_the_default_data(data
 
 
 @pytest.mark.regression
-def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_and_the_same_call_goes_on(data, whole, disk, capsys):
+def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_and_the_same_call_goes_on(data, whole, disk):
     path, resize = disk
     resize("100k")
     call = ["--data", data, *SMALL, "--output_dir", path / "out"]
@@ -167,14 +150,11 @@ def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_and_the_same_call_g
     assert str(error.value).startswith(f"the disk is full ({path}/out/checkpoint-2): found No space left on device, ")
     assert " bytes free beside what is written of it. Make room" in str(error.value)
     assert (path / "out" / "_checkpoint-2.partial").is_dir()
-    for resumes in ("400k", "20m"):  # room for the first, and not for the second; for all
-        resize(resumes)
-        capsys.readouterr()
-        if resumes == "20m":
-            train(*call)
-            break
-        with pytest.raises(TrainingError, match=r"the disk is full .*bytes free beside what is written of it"):
-            train(*call)
+    resize("400k")  # room for the first, and not for the second
+    with pytest.raises(TrainingError, match=r"the disk is full .*bytes free beside what is written of it"):
+        train(*call)
+    resize("20m")
+    train(*call)
     assert losses(path / "out") == whole
     assert not [left for left in (path / "out").iterdir() if is_unfinished(left)]
 
@@ -189,12 +169,3 @@ def test_what_an_unfinished_save_left_belongs_to_the_run(data, tmp_path):
     assert not [left for left in folder.iterdir() if is_unfinished(left)]
     assert not is_unfinished(folder / "_notes.partial")
     assert not is_unfinished(folder / "checkpoint-1")
-
-
-def test_a_refused_run_leaves_no_empty_folder(data, tmp_path):
-    for folder in (tmp_path / "a" / "b", tmp_path / "there"):
-        if folder.name == "there":
-            folder.mkdir()
-        with pytest.raises(InputError, match="does not fit into a microbatch"):
-            train("--data", data, *SMALL, "--output_dir", folder, "--packing_capacity", 8, "--logging_strategy", "no")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]

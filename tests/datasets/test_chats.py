@@ -78,12 +78,7 @@ def theirs(rows, given, folder, **options):
     from tests.support import trl_cases
 
     config = trl.SFTConfig(str(folder), report_to=[], use_cpu=True, bf16=False, **options)
-    trainer = trl.SFTTrainer(
-        trl_cases.model(),
-        config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=given,
-    )
+    trainer = trl.SFTTrainer(trl_cases.model(), config, train_dataset=Dataset.from_list(rows), processing_class=given)
     return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
 
 
@@ -94,9 +89,8 @@ def ours(rows, given, max_length=None, **options) -> TokenDataset:
 
 
 def pairs(dataset: TokenDataset) -> list[tuple[list[int], list[int]]]:
-    return [
-        (row["input_ids"].tolist(), row["labels"].tolist()) for row in map(dataset.__getitem__, range(len(dataset)))
-    ]
+    rows = map(dataset.__getitem__, range(len(dataset)))
+    return [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
 
 
 TOOLS = [{**row, "tools": json.dumps([function("f"), function("g")])} for row in CHATS]
@@ -129,9 +123,7 @@ def test_ids_and_labels_are_trls(name, adds_ends, tmp_path):
     assert pairs(found) == expected
     assert any(-100 in labels for _, labels in expected) == (found.labels is not None)
     assert found.num_dropped == len(rows) - len(expected)
-    whole = sum(
-        len(ids) for ids, _ in pairs(ours(rows, tokenizer(MARKED, adds_ends), **{**options, "max_length": None}))
-    )
+    whole = ours(rows, tokenizer(MARKED, adds_ends), **{**options, "max_length": None}).num_tokens
     assert found.num_tokens + found.truncated_tokens + found.dropped_tokens == whole
 
 
@@ -206,6 +198,8 @@ def test_a_template_comes_from_a_file_or_a_name(tmp_path):
         use_template(given, "llama")
 
 
+USER = [{"role": "user", "content": "a"}]
+#: Rows, a template, options, and words of the error.
 REFUSED = [
     (CHATS, UNSTEADY, {"assistant_only_loss": True}, r"cannot be told from the rest \(sample 2\).*turn 2 of 6"),
     (CHATS, "{{ raise_exception('no') }}", {}, r"cannot be applied \(sample 0\).*found .*no"),
@@ -213,6 +207,15 @@ REFUSED = [
     (TEXTS, PLAIN, {"assistant_only_loss": True}, "assistant_only_loss is for chats"),
     ([{"messages": turns("a")}] * 2, PLAIN, {"assistant_only_loss": True}, "no sequence has a token .*none in 2"),
     (TALKS, MARKED, {"max_length": 2}, "no sequence has a token to train on.*A max_length above 2 may"),
+    ([{"messages": USER}, {"messages": []}], MARKED, {}, r"sample 1 .*column 'messages'"),
+    ([{"messages": USER}, {"messages": None}], MARKED, {}, r"sample 1 .*expected a list"),
+    (
+        [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}],
+        MARKED,
+        {},
+        r"sample 1 .*column 'prompt'",
+    ),
+    ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], MARKED, {}, r"sample 1 .*'completion'"),
 ]
 
 
@@ -221,20 +224,6 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line(rows, template, option
     with pytest.raises(InputError, match=message) as error:
         ours(rows, tokenizer(template), **options)
     assert "\n" not in str(error.value)
-
-
-BROKEN = [
-    ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, r"sample 1 .*column 'messages'"),
-    ({"messages": [{"role": "user", "content": "a"}]}, {"messages": None}, r"sample 1 .*expected a list"),
-    ({"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}, r"sample 1 .*column 'prompt'"),
-    ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, r"sample 1 .*column 'completion'"),
-]
-
-
-@pytest.mark.parametrize(("first", "second", "message"), BROKEN)
-def test_a_row_that_is_no_chat_is_named(first, second, message):
-    with pytest.raises(InputError, match=message):
-        ours([first, second], tokenizer(MARKED))
 
 
 def test_messages_come_before_other_columns_and_a_column_may_be_asked_for():

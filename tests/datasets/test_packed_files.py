@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parity
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """60 sequences with labels, and their packed rows: (sequences, rows as datasets.Dataset)."""
+    """60 sequences with labels, by their token ids, and their packed rows: (sequences, rows as datasets.Dataset)."""
     folder = tmp_path_factory.mktemp("packed")
     generator = np.random.default_rng(0)
     sequences = []
@@ -34,13 +34,18 @@ def packed(tmp_path_factory):
     (folder / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sequences))
     pack_file(folder / "in.jsonl", folder / "out.parquet", 64)
     rows = datasets.load_dataset("parquet", data_files=str(folder / "out.parquet"), split="train", cache_dir=folder)
-    return sequences, rows
+    return {str(one["input_ids"]): one for one in sequences}, rows
 
 
 def split(row):
     """The sequences of one row by ``seq_lengths``."""
     cuts = np.cumsum([0, *row["seq_lengths"]])
     return [{name: row[name][a:b] for name in ("input_ids", "labels")} for a, b in pairwise(cuts)]
+
+
+def llama(vocab_size):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes))
 
 
 def masked(sequence):
@@ -50,13 +55,12 @@ def masked(sequence):
 def test_sequences_come_back_once_each(packed):
     sequences, rows = packed
     found = [one for row in rows for one in split(row)]
-    assert sorted(map(str, found)) == sorted(str(masked(one)) for one in sequences)
+    assert sorted(map(str, found)) == sorted(str(masked(one)) for one in sequences.values())
     assert all(len(row["input_ids"]) <= 64 for row in rows)
 
 
 def test_a_row_is_what_transformers_flattens_its_sequences_to(packed):
-    sequences, rows = packed
-    known = {str(one["input_ids"]): one for one in sequences}
+    known, rows = packed
     for row in rows:
         members = [known[str(one["input_ids"])] for one in split(row)]
         flattened = DataCollatorWithFlattening()(members)
@@ -66,8 +70,7 @@ def test_a_row_is_what_transformers_flattens_its_sequences_to(packed):
 
 
 def test_trl_padding_free_sees_the_boundaries(packed):
-    sequences, rows = packed
-    known = {str(one["input_ids"]): one for one in sequences}
+    known, rows = packed
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([rows[0], rows[1], rows[2]])
     lengths = [n for k in range(3) for n in rows[k]["seq_lengths"]]
     assert batch["cu_seq_lens_q"].diff().tolist() == lengths
@@ -80,10 +83,7 @@ def test_trl_padding_free_sees_the_boundaries(packed):
 def test_a_model_computes_each_sequence_as_if_alone(packed):
     _, rows = packed
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = llama(64).eval()
     row = next(row for row in rows if len(row["seq_lengths"]) >= 3)
     inputs = default_data_collator([{name: row[name] for name in ("input_ids", "position_ids")}])
     with torch.no_grad():
@@ -94,24 +94,10 @@ def test_a_model_computes_each_sequence_as_if_alone(packed):
 
 def test_trl_trains_on_packed_rows(packed, tmp_path):
     _, rows = packed
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    arguments = SFTConfig(
-        output_dir=str(tmp_path),
-        padding_free=True,
-        packing=False,
-        max_length=None,
-        per_device_train_batch_size=2,
-        max_steps=2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    model = LlamaForCausalLM(config)
-    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=ByT5Tokenizer())
+    settings = {"per_device_train_batch_size": 2, "max_steps": 2, "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"use_cpu": True, "bf16": False, "report_to": []}
+    arguments = SFTConfig(str(tmp_path), padding_free=True, packing=False, max_length=None, **settings)
+    trainer = SFTTrainer(llama(400), arguments, train_dataset=rows, processing_class=ByT5Tokenizer())
     known = {str(row["input_ids"]): row["seq_lengths"] for row in rows}
     batch = next(iter(trainer.get_train_dataloader()))
     flat, lengths = batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].diff().tolist()

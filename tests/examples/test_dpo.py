@@ -1,25 +1,15 @@
 """examples/12_dpo.py, as a person runs it: the loss falls, and padding is told apart from tokens."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.launch import ROOT, environment
+from tests.support.examples import run_example
 
 
 @pytest.mark.slow
 def test_dpo_learns_its_pairs_packed(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "12_dpo.py")],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_example("12_dpo.py", cwd=tmp_path)
     told = re.search(r"loss ([\d.]+) to ([\d.]+), ", done.stdout)
     assert told is not None, done.stdout
     first, last = map(float, told.groups())

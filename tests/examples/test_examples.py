@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-from tests.support import forked
-from tests.support.launch import ROOT, environment
+from tests.support.examples import run_example
+from tests.support.launch import ROOT
 
 
-def run(name: str, *arguments: object, processes: int = 1, cwd=None, **extra: str) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] * (processes > 1)
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, arguments)]
-    done = forked.run(command, env=environment(**extra), cwd=cwd, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
+def run(name, *arguments, **options) -> str:
+    return run_example(name, *arguments, **options).stdout
 
 
 def test_the_index_lists_every_example():

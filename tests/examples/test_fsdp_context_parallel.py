@@ -2,12 +2,11 @@
 
 import os
 import re
-import sys
 
 import pytest
 
-from tests.support import forked
-from tests.support.launch import ROOT, environment, real_torchrun, torchrun
+from tests.support.examples import run_example
+from tests.support.launch import ROOT, real_torchrun, torchrun
 
 EXAMPLE = ROOT / "examples" / "10_fsdp_context_parallel.py"
 SMALL = ("--hidden_size", 32, "--global_batch_size", 8, "--max_length", 256, "--capacity", 1024)
@@ -17,21 +16,9 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
 
 
-def alone(*arguments):
-    done = forked.run(
-        [sys.executable, str(EXAMPLE), *map(str, (*SMALL, *arguments))],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return losses(done.stdout)
-
-
 @pytest.mark.slow
 def test_two_processes_print_what_one_prints(tmp_path):
-    whole = alone("--steps", 4)
+    whole = losses(run_example(EXAMPLE.name, *SMALL, "--steps", 4).stdout)
     assert len(whole) == 4
     assert whole[-1] < whole[0]
     saved = tmp_path / "there" / "checkpoint-2"

@@ -1,26 +1,16 @@
 """examples/08_hyperparameter_search.py, as a person runs it, but shorter: five trials, and the best one is loaded."""
 
 import re
-import sys
 
 import pytest
 
-from tests.support import forked
-from tests.support.launch import ROOT, environment
+from tests.support.examples import run_example
 
 
 @pytest.mark.slow
 def test_five_trials_and_the_best_of_them(tmp_path):
-    script = ROOT / "examples" / "08_hyperparameter_search.py"
-    done = forked.run(
-        [sys.executable, str(script), "--max_steps", "40", "--output_dir", str(tmp_path / "search")],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["--max_steps", 40, "--output_dir", tmp_path / "search"]
+    done = run_example("08_hyperparameter_search.py", *arguments, cwd=tmp_path)
     found = [float(value) for value in re.findall(r"Trial \d finished with value: ([\d.]+)", done.stderr)]
     assert len(found) == 5
     assert len(set(found)) > 1  # the choices matter

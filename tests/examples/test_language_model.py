@@ -1,28 +1,17 @@
 """examples/05_language_model.py, as a person runs it, but shorter: it learns, and what it writes is text."""
 
 import re
-import sys
 
 import pytest
 
-from tests.support import forked
-from tests.support.launch import ROOT, environment
+from tests.support.examples import run_example
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["lstm", "minlstm"])
 def test_the_language_model_learns(cell, tmp_path):
-    script = ROOT / "examples" / "05_language_model.py"
-    sizes = ["--steps", "50", "--hidden_size", "64", "--cell", cell, "--output_dir", str(tmp_path / "model")]
-    done = forked.run(
-        [sys.executable, str(script), *sizes],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = ["--steps", 50, "--hidden_size", 64, "--cell", cell, "--output_dir", tmp_path / "model"]
+    done = run_example("05_language_model.py", *sizes, cwd=tmp_path)
     told = re.search(r"bits per byte, held out: ([\d.]+) before, ([\d.]+) after", done.stdout)
     assert told is not None, done.stdout
     before, after = map(float, told.groups())

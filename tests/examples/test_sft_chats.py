@@ -1,26 +1,15 @@
 """examples/11_sft_chats.py, as a person runs it, a little shorter: it learns, and TRL's metrics are in its table."""
 
 import re
-import sys
 
 import pytest
 
-from tests.support import forked
-from tests.support.launch import ROOT, environment
+from tests.support.examples import run_example
 
 
 @pytest.mark.slow
 def test_chats_are_learnt_packed(tmp_path):
-    script = ROOT / "examples" / "11_sft_chats.py"
-    done = forked.run(
-        [sys.executable, str(script), "--chats", "200", "--steps", "10"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_example("11_sft_chats.py", "--chats", 200, "--steps", 10, cwd=tmp_path)
     rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+)$", done.stdout, flags=re.MULTILINE)
     assert [int(row[0]) for row in rows] == [2, 4, 6, 8, 10]
     losses, accuracies = ([float(row[k]) for row in rows] for k in (1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from tests.support.drawn_page import DrawnPage
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.core.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
@@ -41,52 +41,16 @@ def story() -> Group:
     return group([4096] * 65, 768, booked=(0,) * 767 + (1024,))
 
 
-class Bars(HTMLParser):
-    """The bars of a page: label → [(class, x, width)], in per cent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bars: dict[str, list[tuple[str, float, float]]] = {}
-        self.open: list[str] = []
-        self.label = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {key: value or "" for key, value in attrs}
-        assert not {"src", "href"} & found.keys(), found
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-        if tag == "svg" and "bar" in found.get("class", "").split():
-            self.label = found["aria-label"]
-            self.bars[self.label] = []
-        if tag == "rect" and found.get("x"):
-            self.bars[self.label].append((found["class"], float(found["x"][:-1]), float(found["width"][:-1])))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def bars_of(text: str) -> dict[str, list[tuple[str, float, float]]]:
-    parser = Bars()
-    parser.feed(text)
-    assert parser.open == []
-    return parser.bars
-
-
 def test_a_padding_of_1024_over_three_shards_can_be_seen() -> None:
     text = page(story())
-    bars = bars_of(text)
+    drawn = DrawnPage(text)
     assert "1,024 elements of padding" in text
     assert "20 + 328 padding" in text
     assert text.count("0 + 348 padding") == 2
     for rank, width in (("rank 765", 100 * 328 / 348), ("rank 766", 100.0), ("rank 767", 100.0)):
-        hatched = [w for style, _, w in bars[rank] if style == "padding"]
-        assert len(hatched) == 1
-        assert abs(hatched[0] - width) < 0.001
-    assert all(style != "padding" for style, _, _ in bars["rank 764"])
+        [hatched] = [box.width for box in drawn.bar(rank) if box.style == "padding"]
+        assert abs(hatched - width) < 0.001
+    assert all(box.style != "padding" for box in drawn.bar("rank 764"))
     assert "768 shards of 348" in text
     assert "book 1,024 of it on rank 767" in text
     assert "−676" in text
@@ -114,7 +78,7 @@ def test_one_tensor_is_said_as_one() -> None:
 
 
 def test_a_page_without_groups() -> None:
-    assert bars_of(page()) == {}
+    assert DrawnPage(page()).bars == []
 
 
 @settings(deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 import ullage
 from benchmarks.paper import on_paper
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from tests.support.drawn_page import DrawnPage
 from ullage import Audit, InputError, Layout, Plan, RaggedBatch
 from ullage.checkpoint import Differences, Report
 from ullage.cli import main
@@ -57,30 +57,6 @@ def objects():
     }  # fmt: skip
 
 
-class Shape(HTMLParser):
-    """Tags that are closed in order, the text, and what would be fetched."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.seen, self.text = [], [], []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        assert not {"src", "href"} & dict(attrs).keys()
-        self.open.append(tag)
-        self.seen.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 @pytest.mark.parametrize("line", objects())
 def test_an_object_is_one_line_and_a_drawing_that_needs_nothing(line):
     value = objects()[line]
@@ -89,10 +65,10 @@ def test_an_object_is_one_line_and_a_drawing_that_needs_nothing(line):
     assert (drawn is None) == (not isinstance(value, (Layout, RaggedBatch, Plan)))  # a notebook prints the line then
     if drawn is None:
         return
-    shape = Shape(drawn)
-    assert "script" not in shape.seen
+    shape = DrawnPage(drawn)
+    assert "script" not in shape.tags
     # The text is there for what takes styles out, and nothing changes from one run to the next.
-    assert shape.text[shape.seen.index("pre") :] != []
+    assert shape.text[shape.tags.index("pre") :] != []
     assert line in " ".join("".join(shape.text).split())
     assert drawn == objects()[line]._repr_html_()
     assert len(drawn) < 12_000
@@ -100,10 +76,10 @@ def test_an_object_is_one_line_and_a_drawing_that_needs_nothing(line):
 
 def test_an_inventory_is_drawn_with_its_names_escaped():
     drawn = checkpoint()._repr_html_()
-    shape = Shape(drawn)
+    shape = DrawnPage(drawn)
     assert "<b>" not in drawn
     assert "<b>" in shape.text
-    assert shape.seen.count("rect") > 8
+    assert shape.tags.count("rect") > 8
     assert repr(checkpoint()).startswith("Inventory(")
     assert "\n" not in repr(checkpoint())
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-import random
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support import forked
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from tests.support.launch import environment
+from tests.support.train_verb import history, texts, train, train_in
+from ullage.cli import main
 from ullage.cli.report import report
-from ullage.cli.train.verb import _run
 from ullage.core.errors import InputError
 from ullage.report.run import LayoutSpan, differing_settings, read_run, run_figures, run_record, short_names
 from ullage.report.run_page import PAGE, run_page, write_run_page
@@ -32,36 +29,19 @@ DRAWN = ("loss", "tokens_per_second", "padding_computed", "capacity_unused", "im
          "plan_seconds", "exchange_seconds", "learning_rate", "grad_norm")  # fmt: skip
 
 
+SMALL = ["--model", "lstm-16", "--packing_capacity", 128, "--logging_steps", 1, "--use_cpu", "--disable_tqdm", "1"]
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Path:
     """A packed run of ``ullage train``, stopped after step 3 and continued to step 6."""
     folder = tmp_path_factory.mktemp("runs")
-    draw = random.Random(0)
-    rows = [{"text": f"{i} " + "abc " * draw.randint(1, 20)} for i in range(40)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--data", folder / "texts.jsonl", "--output_dir", folder / "a", "--model", "lstm-16", "--use_cpu"]
-    arguments += ["--per_device_train_batch_size", 4, "--packing_capacity", 128, "--logging_steps", 1]
-    arguments += [
-        "--save_steps",
-        2,
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        2,
-        "--max_steps",
-        6,
-        "--disable_tqdm",
-        "1",
-    ]
-    arguments = [str(argument) for argument in arguments]
-    _run([*arguments, "--stop_at_step", "3"], first=True)
+    arguments = ["--data", texts(folder, 40), "--output_dir", folder / "a", *SMALL, "--per_device_train_batch_size", 4]
+    arguments += ["--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2, "--max_steps", 6]
+    train(*arguments, "--stop_at_step", 3)
     shutil.copytree(folder / "a", folder / "stopped")
-    _run([*arguments, "--resume_from_checkpoint"], first=True)
+    train(*arguments, "--resume_from_checkpoint")
     return folder / "a"
-
-
-def history(folder: Path) -> list[dict]:
-    return json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
 
 
 def test_the_log_holds_what_the_trainer_logged(ran):
@@ -223,19 +203,23 @@ def test_losses_that_are_not_numbers_are_gaps(tmp_path):
     assert run_record(read_run(tmp_path))["last_loss"] is None
 
 
-def test_a_loss_that_was_never_finite_is_said_and_keeps_its_place(tmp_path):
-    write(tmp_path, begin(0), row(1, float("nan")), row(2, float("nan")))
-    page = run_page([read_run(tmp_path)])
-    assert "Not finite in 2 of 2 logs, first at step 1." in page
-    assert page.count("<polyline") == 0
+NAN = float("nan")
 
 
-def test_a_single_step_has_figures_and_no_empty_pictures(tmp_path):
-    write(tmp_path, begin(0), row(1, 2.0))
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([], "No row has been logged yet"),
+        ([2.0], "One step has been logged"),
+        ([2.0], "2.0000"),
+        ([NAN, NAN], "Not finite in 2 of 2 logs, first at step 1."),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path, losses, said):
+    write(tmp_path, begin(0), *(row(step, loss) for step, loss in enumerate(losses, 1)))
     page = run_page([read_run(tmp_path)])
+    assert said in page
     assert page.count("<polyline") == 0
-    assert "One step has been logged" in page
-    assert "2.0000" in page
 
 
 @pytest.mark.parametrize(
@@ -273,13 +257,6 @@ def test_a_page_replaces_no_file_but_a_page(tmp_path, capsys):
     assert data.read_text() == '{"text": "mine"}'
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path):
-    write(tmp_path, begin(0))
-    run = read_run(tmp_path)
-    assert "No row has been logged yet" in run_page([run])
-    assert run.progress == "0 of 9 steps, not at its end"
-
-
 @pytest.mark.parametrize("name", ["missing", "file", "empty"])
 def test_what_holds_no_run_is_refused(tmp_path, name):
     (tmp_path / "file").write_text("")
@@ -294,72 +271,73 @@ def test_a_page_that_cannot_be_written_is_said(ran, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
-    (tmp_path / LOG).mkdir()
-    log, state = RunLog(), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=2)
-    arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=2, fsdp=[], packing_capacity=None)
+def logged(folder, is_first):
+    """The log of a rank that logged a row."""
+    log, state = RunLog(), SimpleNamespace(is_world_process_zero=is_first, global_step=0, max_steps=2)
+    arguments = SimpleNamespace(output_dir=str(folder), world_size=2, fsdp=[], packing_capacity=None)
     log.on_train_begin(arguments, state, None)
     log.on_log(arguments, state, None, {"loss": 1.0})
-    assert log.problem is not None
+    return log
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / LOG).mkdir()
+    assert logged(tmp_path, True).problem is not None
     assert capsys.readouterr().err.count("training goes on") == 1
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    log, state = RunLog(), SimpleNamespace(is_world_process_zero=False, global_step=0, max_steps=2)
-    arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=2, fsdp=[])
-    log.on_train_begin(arguments, state, None)
-    log.on_log(arguments, state, None, {"loss": 1.0})
+    logged(tmp_path, False)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp16", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", True, False, 989e12),
-        ("NVIDIA H100 PCIe", False, True, 756e12),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, False, None),
-        ("NVIDIA H100 80GB HBM3", False, False, None),
-        ("NVIDIA H200", True, False, 989e12),
-        ("NVIDIA A100-SXM4-40GB", True, False, 312e12),
-        ("NVIDIA A10", True, False, 125e12),
-        ("NVIDIA A10G", True, False, None),
-        ("NVIDIA L40S", True, False, 362e12),
-        ("NVIDIA L4", True, False, 121e12),
-        ("Tesla V100-SXM2-16GB", True, False, None),
-        ("Tesla V100-SXM2-16GB", False, True, 125e12),
-        ("NVIDIA GeForce RTX 4090", True, False, 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", True, False, None),
-        ("NVIDIA GeForce RTX 4090 D", True, False, None),
-        ("NVIDIA GeForce RTX 3090 Ti", True, False, None),
-        ("NVIDIA H200 NVL", True, False, 835e12),
-        ("NVIDIA GH200 480GB", True, False, 989e12),
-        ("NVIDIA B200", True, False, 2250e12),
-        ("AMD Instinct MI250X", True, False, 191.5e12),
-        ("some other device", True, False, None),
-    ],
-)
-def test_the_peak_is_that_of_the_device_and_of_no_other(name, bf16, fp16, peak):
-    assert published_peak(name, bf16=bf16, fp16=fp16) == peak
+PEAKS = [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+    ("NVIDIA H100 PCIe", "fp16", 756e12),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+    ("NVIDIA H100 80GB HBM3", "fp32", None),
+    ("NVIDIA H200", "bf16", 989e12),
+    ("NVIDIA H200 NVL", "bf16", 835e12),
+    ("NVIDIA GH200 480GB", "bf16", 989e12),
+    ("NVIDIA B200", "bf16", 2250e12),
+    ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+    ("NVIDIA A10", "bf16", 125e12),
+    ("NVIDIA A10G", "bf16", None),
+    ("NVIDIA L40S", "bf16", 362e12),
+    ("NVIDIA L4", "bf16", 121e12),
+    ("Tesla V100-SXM2-16GB", "bf16", None),
+    ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+    ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+    ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+    ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
+    ("AMD Instinct MI250X", "bf16", 191.5e12),
+    ("some other device", "bf16", None),
+]
 
 
-def ullage_report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ullage", "report", *map(str, arguments)]
-    return forked.run(command, capture_output=True, text=True, env=environment(COLUMNS="100"), timeout=120)
+@pytest.mark.parametrize(("name", "number", "peak"), PEAKS)
+def test_the_peak_is_that_of_the_device_and_of_no_other(name, number, peak):
+    assert published_peak(name, bf16=number == "bf16", fp16=number == "fp16") == peak
 
 
-@pytest.mark.slow
-def test_the_command(ran, tmp_path):
-    done = ullage_report(ran, "--html", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
-    assert "real tokens per second" in done.stdout
+def test_the_command(ran, tmp_path, monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["ullage", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    status, out, err = call(ran, "--html", tmp_path / "page.html")
+    assert status == 0, err
+    assert "real tokens per second" in out
     assert (tmp_path / "page.html").read_text() == run_page([read_run(ran)])
-    both = ullage_report(ran, ran.parent / "stopped")
-    assert both.returncode == 0, both.stderr
+    status, _, err = call(ran, ran.parent / "stopped")
+    assert status == 0, err
     assert (ran / "comparison.html").exists()
-    machine = ullage_report(ran, "--json")
-    assert json.loads(machine.stdout)["runs"] == [run_record(read_run(ran))]
-    missing = ullage_report(tmp_path / "nowhere")
-    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+    assert json.loads(call(ran, "--json")[1])["runs"] == [run_record(read_run(ran))]
+    status, _, err = call(tmp_path / "nowhere")
+    assert (status, len(err.splitlines())) == (1, 1)
 
 
 @pytest.mark.slow
@@ -367,21 +345,9 @@ def test_the_command(ran, tmp_path):
 def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
     """The first rank writes alone; the layouts, the waiting and the plan are those of the processes."""
     folder = tmp_path / "run"
-    arguments = [
-        "train",
-        "--data",
-        ran.parent / "texts.jsonl",
-        "--output_dir",
-        folder,
-        "--model",
-        "lstm-16",
-        "--use_cpu",
-    ]
-    arguments += ["--per_device_train_batch_size", 2, "--packing_capacity", 128, "--logging_steps", 1, "--max_steps", 5]
-    arguments = [str(argument) for argument in arguments]
-    options = {"capture_output": True, "text": True, "env": environment(), "timeout": 240}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "ullage"]
-    done = forked.run([sys.executable, *launcher, *arguments, "--stop_at_step", "3"], **options)
+    arguments = ["--data", ran.parent / "texts.jsonl", "--output_dir", folder, *SMALL, "--max_steps", 5]
+    arguments += ["--per_device_train_batch_size", 2]
+    done = train_in(2, tmp_path, *arguments, "--stop_at_step", 3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"report: {folder / PAGE}") == 1
     begun = read_run(folder)
@@ -389,7 +355,7 @@ def test_a_run_on_two_processes_that_goes_on_on_one(ran, tmp_path):
     assert begun.plan is not None
     assert (begun.plan[0], begun.plan[1].ranks) == (1, 2)
     assert all(row["wait_seconds"] > 0 for row in begun.rows)
-    done = forked.run([sys.executable, "-m", "ullage", *arguments, "--resume_from_checkpoint"], **options)
+    done = train_in(1, tmp_path, *arguments, "--resume_from_checkpoint")
     assert done.returncode == 0, done.stderr
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]

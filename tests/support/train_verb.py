@@ -1,0 +1,62 @@
+"""``ullage train`` in this process, and what its runs leave behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support import forked
+from ullage.cli.train.verb import _run
+from ullage.training.saving.checkpoints import checkpoints_in
+
+#: Columns of a width that no path is broken at.
+WIDE = {"COLUMNS": "100"}
+
+
+def train(*arguments: object) -> None:
+    """The verb without a start of Python."""
+    _run([*map(str, arguments)], first=True)
+
+
+def train_in(processes: int, folder: Path, *arguments: object, start: Any = forked.run, **environment: str) -> Any:
+    """The command in processes of its own, forks unless ``start`` is another; its ``CompletedProcess``."""
+    launcher = [*forked.TORCHRUN, str(processes)] if processes > 1 else []
+    command = [sys.executable, *launcher, "-m", "ullage", "train", *map(str, arguments)]
+    settings = forked.environment(**WIDE, **environment)
+    return start(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=240)
+
+
+def jsonl(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(folder: Path, number: int = 60) -> Path:
+    """A file of short texts of unequal lengths, 5 to 82 tokens."""
+    return jsonl(folder / "texts.jsonl", ({"text": f"{i} " + "abc " * (i % 20), "number": i} for i in range(number)))
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """What the Trainer logged, of a run's last checkpoint or of a checkpoint."""
+    folder = run if run.name.startswith("checkpoint-") else checkpoints_in(run)[-1]
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step."""
+    return {row["step"]: row["loss"] for row in history(run) if "loss" in row}
+
+
+def record(run: Path, **changed: Any) -> dict[str, Any]:
+    """The file ``ullage_run.json``, after writing what is ``changed`` in it."""
+    path = run / "ullage_run.json"
+    found = {**json.loads(path.read_text()), **changed}
+    if changed:
+        path.write_text(json.dumps(found))
+    return found
+
+
+def steps_saved(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in checkpoints_in(run)]
