@@ -195,16 +195,6 @@ def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
     assert (metrics["total_empty_steps"], metrics["total_dropped_sequences"]) == (2, 4)
 
 
-def test_nothing_is_told_of_oversize_where_it_is_an_error(alone_metrics):
-    assert not any(word in name for name in alone_metrics for word in ("dropped", "truncated", "empty"))
-
-
-@pytest.fixture
-def alone_metrics(tmp_path):
-    mine = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1)
-    return [*mine.train().metrics, *mine.state.log_history[0]]
-
-
 def test_a_model_whose_sequences_compete_is_refused_with_the_part(tmp_path):
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 2}
     model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(expert_capacity=4, **sizes))
@@ -266,19 +256,6 @@ def test_a_learned_prompt_without_packing_is_padded_and_named(tmp_path, caplog):
     row = RaggedCollator(flattened=True)(samples[:3])
     with pytest.raises(InputError, match=r"does not tile the row: expected .*PEFT's prompt tuning"):
         model(**row)
-
-
-def test_packed_training_resumes_exactly(tmp_path):
-    whole = packing_script.make_trainer("recurrent", str(tmp_path / "a"), save_strategy="steps", save_steps=2)
-    whole.train()
-    again = packing_script.make_trainer("recurrent", str(tmp_path / "b"))
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    losses = [
-        {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > 2}
-        for trainer in (whole, again)
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 3
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
