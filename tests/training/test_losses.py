@@ -256,70 +256,68 @@ def test_a_mean_that_nobody_declared_is_taken_for_one_and_said_once(name, reason
     assert told[0].startswith(f"{name}.compute_loss {reason}: under packing its loss is taken for a mean over labels")
 
 
-def run_packed(folder, kind, **options):
-    mine = trainer(folder, make(RecurrentForCausalLM), kind=kind, packing_capacity=20, **options)
-    mine.train()
-    return mine
+class Unknown(own_losses.Undeclared):
+    packing_loss = "mean"
 
 
-def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(tmp_path):
-    message = (
+class Inherits(own_losses.Summed):
+    pass
+
+
+class Later(own_losses.Summed):
+    """Its declaration is that of another loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return own_losses.mean_loss(model, inputs)
+
+
+class ByTokens(own_losses.Contrastive):
+    packing_loss = "token_mean"
+
+
+class Silent(own_losses.Contrastive):
+    packing_loss = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class Energy(RecurrentForCausalLM):
+    def forward(self, input_ids=None, cu_seq_lens_q=None, **kwargs):
+        return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
+
+
+UNLABELLED = {"collator": RaggedCollator()}
+UNDIVIDED = [
+    (
+        own_losses.Undeclared,
+        {},
         r"packing must know how a loss of one's own is divided \(Undeclared.compute_loss\): expected packing_loss on the "
-        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)"
-    )
-    with pytest.raises(InputError, match=message):
-        run_packed(tmp_path, own_losses.Undeclared)
+        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)",
+    ),
+    (
+        Unknown,
+        {},
+        r"packing_loss is not a known division \(Unknown\): "
+        r"expected 'sum' or 'token_mean' or 'sequence_mean', found mean",
+    ),
+    (Later, {}, r"packing must know .* \(Later.compute_loss\)"),
+    (ByTokens, UNLABELLED, r"packing_loss='token_mean' needs labels to count \(ByTokens\)"),
+    (Silent, UNLABELLED, r"\(Silent.compute_loss\): .* found there are no labels by token"),
+    (Trainer, UNLABELLED, r"packing must know .* \(the model's loss\): .* found there are no labels to count"),
+]
 
-    class Unknown(own_losses.Undeclared):
-        packing_loss = "mean"
 
-    message = r"packing_loss is not a known division \(Unknown\): expected 'sum' or 'token_mean' or 'sequence_mean', found mean"
+@pytest.mark.parametrize(("kind", "options", "message"), UNDIVIDED, ids=[kind.__name__ for kind, _, _ in UNDIVIDED])
+def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(kind, options, message, tmp_path):
+    model = make(Energy if kind is Trainer else RecurrentForCausalLM)
     with pytest.raises(InputError, match=message):
-        run_packed(tmp_path, Unknown)
+        trained(tmp_path, model, kind=kind, packing_capacity=20, **options)
 
 
 @pytest.mark.slow
-def test_a_declaration_holds_for_the_loss_that_it_stands_beside(tmp_path):
-    class Later(own_losses.Summed):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return own_losses.mean_loss(model, inputs)
-
-    class Inherits(own_losses.Summed):
-        pass
-
-    with pytest.raises(InputError, match=r"packing must know .* \(Later.compute_loss\)"):
-        run_packed(tmp_path, Later)
-    run_packed(tmp_path, Inherits)
-
-
-@pytest.mark.slow
-def test_a_loss_without_labels_is_divided_by_sequences_or_refused(tmp_path):
-    class ByTokens(own_losses.Contrastive):
-        packing_loss = "token_mean"
-
-    with pytest.raises(InputError, match=r"packing_loss='token_mean' needs labels to count \(ByTokens\)"):
-        run_packed(tmp_path, ByTokens, collator=RaggedCollator())
-
-    class Silent(own_losses.Contrastive):
-        packing_loss = None
-
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            return super().compute_loss(model, inputs, return_outputs)
-
-    with pytest.raises(InputError, match=r"\(Silent.compute_loss\): .* found there are no labels by token"):
-        run_packed(tmp_path, Silent, collator=RaggedCollator())
-
-
-def test_the_models_own_loss_without_labels_is_refused_too(tmp_path):
-    class Energy(RecurrentForCausalLM):
-        def forward(self, input_ids=None, cu_seq_lens_q=None, **kwargs):
-            return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
-
-    arguments = {"collator": RaggedCollator(), "packing_capacity": 20}
-    with pytest.raises(
-        InputError, match=r"packing must know .* \(the model's loss\): .* found there are no labels to count"
-    ):
-        trained(tmp_path, make(Energy), **arguments)
+def test_a_declaration_is_inherited(tmp_path):
+    trained(tmp_path, make(RecurrentForCausalLM), kind=Inherits, packing_capacity=20)
 
 
 def captured(mine):

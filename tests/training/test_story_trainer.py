@@ -106,11 +106,13 @@ def test_gradient_accumulation_is_exact(alone, tmp_path):
 
 
 def test_iterable_datasets_and_workers(alone, tmp_path):
-    """On one process an IterableDataset is accelerate's dispatch path, which would tear a PackedSequence apart."""
-    for case in ("all packed", "ragged"):
-        for options in ({"iterable": True}, {"dataloader_num_workers": 2}):
-            result = story.run_case(case, str(tmp_path), options)
-            assert result["eval_loss"] > 0
-            assert len(result["predictions"]) == 13
-            if "iterable" not in options:
-                assert result["losses"] == pytest.approx(alone[case]["losses"], abs=2e-6)
+    """On one process an IterableDataset is accelerate's dispatch path, which would tear a PackedSequence apart.
+
+    Ragged batches of streams: test_streams and test_evaluation.
+    """
+    for options in ({"iterable": True}, {"dataloader_num_workers": 2}):
+        result = story.run_case("all packed", str(tmp_path), options)
+        assert result["eval_loss"] > 0
+        assert len(result["predictions"]) == 13
+        if "iterable" not in options:
+            assert result["losses"] == pytest.approx(alone["all packed"]["losses"], abs=2e-6)
