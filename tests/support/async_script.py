@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from tests.support.small_runs import losses, quiet
+from ullage.training import RaggedCollator, Trainer
 from ullage.training.saving.background import Snapshot
 
 #: Files whose bytes are the same too. In others pickle writes equal strings once or twice, as they are one object or two.
@@ -41,36 +42,17 @@ def make(folder: Path, kind: str, **options) -> Trainer:
         tie_word_embeddings=True,
     )  # fmt: skip
     samples = [{"input_ids": list(range(1, 2 + (7 * i) % 23))} for i in range(16)]
-    options = {"max_steps": 5, "save_steps": 2, "save_total_limit": 2, **KINDS[kind], **options}
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to=[],
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        ddp_timeout=60,
-        **options,
-    )
-    return Trainer(
-        LlamaForCausalLM(config),
-        arguments,
-        train_dataset=samples,
-        data_collator=RaggedCollator(labels_from="input_ids"),
-    )
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    options = {"max_steps": 5, "per_device_train_batch_size": 2, "ddp_timeout": 60, **saving, **KINDS[kind], **options}
+    return Trainer(LlamaForCausalLM(config), quiet(folder, **options), RaggedCollator(labels_from="input_ids"), samples)
 
 
 def content(path: Path) -> object:
     """What a file holds, without the speeds of the run."""
     if path.name == "trainer_state.json":
         state = json.loads(path.read_text())
-        state["log_history"] = [
-            {k: v for k, v in row.items() if k != "tokens_per_second"} for row in state["log_history"]
-        ]
+        for row in state["log_history"]:
+            row.pop("tokens_per_second", None)
         return state
     return path.read_bytes()
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from tests.support import packing_script
 from tests.support.packing_script import leave
+from tests.support.small_runs import logged
 from ullage.training.setup.device_memory import DeviceMemory
 
 LENGTHS = [300, 40, 170, 290, 7, 120, 260, 33, 300, 1, 90, 210] * 3
@@ -39,12 +40,12 @@ def train(folder, stage=0, name="llama", lengths=LENGTHS, resume=None, callbacks
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume)
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses, norms = zip(*logged(trainer), strict=True)
     return {
         "capacity": trainer._packer.options.capacity,
         "kept": trainer.state.stateful_callbacks.get("ullage_packing_capacity"),
-        "losses": [entry["loss"] for entry in logged],
-        "norms": [entry["grad_norm"] for entry in logged],
+        "losses": list(losses),
+        "norms": list(norms),
         "steps": trainer.state.global_step,
     }
 

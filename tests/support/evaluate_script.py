@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import story
+from tests.support.small_runs import quiet
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BATCH_SIZES = (1, 2, 4, 13)
@@ -32,14 +33,7 @@ def samples_for(name):
 
 
 def evaluate(name, folder, batch_size, iterable=False):
-    arguments = TrainingArguments(
-        folder,
-        per_device_eval_batch_size=batch_size,
-        ragged_predictions=True,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = quiet(folder, per_device_eval_batch_size=batch_size, ragged_predictions=True)
     samples = samples_for(name)
     dataset = story.Stream(samples) if iterable else story.Samples(samples)
     trainer = Trainer(make_model(name), arguments, data_collator=RaggedCollator(), eval_dataset=dataset)
@@ -48,13 +42,18 @@ def evaluate(name, folder, batch_size, iterable=False):
     return {"eval_loss": loss, "predictions": [p.tolist() for p in output.predictions]}
 
 
-def main():
-    folder = sys.argv[1]
+def everything(folder):
     results = {}
     for name in ("recurrent", "llama", "tagger"):
         for batch_size in BATCH_SIZES:
             results[f"{name} {batch_size}"] = evaluate(name, folder, batch_size)
         results[f"{name} stream"] = evaluate(name, folder, 2, iterable=True)
+    return results
+
+
+def main():
+    folder = sys.argv[1]
+    results = everything(folder)
     if int(os.environ.get("RANK", 0)) == 0:
         with open(os.path.join(folder, "results.json"), "w") as file:
             json.dump(results, file)

@@ -15,9 +15,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 
 from tests.support import packing_script, trl_cases
 from tests.support.rank_memory import local_bytes
+from tests.support.small_runs import logged, quiet
 from ullage import InputError
 from ullage.core.errors import UllageError
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 FSDP = {"fsdp": True}
 #: What `accelerate launch --use_fsdp --fsdp_version 2` sets.
@@ -37,15 +38,12 @@ def arguments(folder, **options):
     if "replicas" in options:
         replicas = options.pop("replicas")
         options["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=world // replicas)
-    return TrainingArguments(
-        folder,
-        **{
-            "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
-            "max_steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "report_to": [],
-            "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch", "train_sampling_strategy": "sequential",
-            "max_grad_norm": 0.5, **options,
-        },
-    )  # fmt: skip
+    options = {
+        "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
+        "max_steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch", "max_grad_norm": 0.5,
+        "train_sampling_strategy": "sequential", **options,
+    }  # fmt: skip
+    return quiet(folder, **options)
 
 
 def llama(folder, model=None, **options):
@@ -111,15 +109,15 @@ def run(folder, kind="llama", resume=None, first=False, saved=None, environ=(), 
         trainer.add_callback(held)
         result = {"first": trainer.evaluate()["eval_loss"] if first else None}
         trainer.train(resume_from_checkpoint=resume)
-        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        losses, norms = zip(*logged(trainer), strict=True)
         if saved is not None:
             trainer.save_model(saved)
             whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters()]
             result["sums"] = [float(p.detach().sum()) for p in whole]
         return {
             **result,
-            "losses": [entry["loss"] for entry in logged],
-            "norms": [float(entry["grad_norm"]) for entry in logged],
+            "losses": list(losses),
+            "norms": [float(norm) for norm in norms],
             "eval_loss": trainer.evaluate()["eval_loss"],
             "held": held.found,
             "sharded": isinstance(trainer.model, FSDPModule),

@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from tests.support import story
+from tests.support.small_runs import quiet
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -70,12 +71,11 @@ def make_trainer(name, folder, collator=None, samples=None, **options):
     functions = {
         key: options.pop(key) for key in ("compute_metrics", "preprocess_logits_for_metrics") if key in options
     }
-    options = {"per_device_eval_batch_size": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, **options}
-    options.setdefault("ragged_predictions", True)
+    options = {"per_device_eval_batch_size": 3, "ragged_predictions": True, **options}
     samples = samples_for(name) if samples is None else samples
     return Trainer(
         MODELS[name](),
-        TrainingArguments(str(folder), **options),
+        quiet(folder, **options),
         data_collator=collator or RaggedCollator(),
         eval_dataset=samples,
         **functions,

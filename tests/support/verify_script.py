@@ -13,8 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support import own_models, packing_script
+from tests.support.small_runs import losses, quiet
 from ullage.core.errors import UllageError
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 STEPS = 3
 #: Lengths of the samples: each of two ranks draws half of every eight.
@@ -68,10 +69,9 @@ def train(folder, engine, name, verify):
     }
     trainer = Trainer(
         make_model(name),
-        TrainingArguments(
+        quiet(
             folder, packing_capacity=64, packing_verify=verify, per_device_train_batch_size=8 // world, max_steps=STEPS,
-            learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", optim="adamw_torch",
-            train_sampling_strategy="sequential", ddp_timeout=120, **options,
+            learning_rate=1e-2, optim="adamw_torch", train_sampling_strategy="sequential", ddp_timeout=120, **options,
             **({} if engine == "fsdp" else checkpointing),
         ),
         data_collator=RaggedCollator(labels_from="input_ids"),
@@ -79,7 +79,7 @@ def train(folder, engine, name, verify):
     )  # fmt: skip
     trainer.train()
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses(trainer),
         "weights": digest(trainer.model_wrapped),
         "proved": trainer._packer.proof.last is not None,
     }

@@ -6,8 +6,9 @@ import torch
 from transformers import default_data_collator
 
 from tests.support import packed_models
+from tests.support.small_runs import logged, quiet
 from ullage import RaggedBatch
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
 
 #: Width of padded rows; the lengths of the sequences in them.
 WIDTH, LENGTHS = 52, (5, 24, 1, 9, 17, 3, 30, 2)
@@ -33,14 +34,11 @@ def samples_of(side):
 def trained(folder, samples, collator, **options):
     torch.manual_seed(0)
     model = packed_models.make_model("llama_answers").double()
-    options = {"per_device_train_batch_size": 4, "packing_capacity": 40, **options}
-    arguments = TrainingArguments(
-        str(folder), max_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
-        save_strategy="no", train_sampling_strategy="sequential", **options,
-    )  # fmt: skip
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "packing_capacity": 40, **options}
+    arguments = quiet(folder, learning_rate=1e-2, train_sampling_strategy="sequential", **options)
     trainer = Trainer(model, arguments, data_collator=collator, train_dataset=samples)
     trainer.train()
-    return [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+    return logged(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +92,8 @@ def test_every_collator_moves_places(tmp_path):
     assert PackedSequenceCollator()(left)["start_positions"].tolist() == STARTS
     # A list of one place, which transformers squeezes, in a row of one token too.
     rows = [{"input_ids": [0, 7], "attention_mask": [0, 1], "start_positions": [1], "end_positions": [1]}] * 2
-    assert (
-        RaggedCollator(per_sequence=("start_positions", "end_positions"))(rows)["start_positions"].tolist() == [[0]] * 2
-    )
+    found = RaggedCollator(per_sequence=("start_positions", "end_positions"))(rows)
+    assert found["start_positions"].tolist() == [[0]] * 2
 
 
 @pytest.mark.parametrize("places", [[0, 4, 3], [[0], [4], [3]]])

@@ -15,6 +15,8 @@ import transformers
 from tests.support.async_script import BYTES, differing, losses
 from tests.support.kill_save import Runs
 from tests.support.launch import torchrun
+from tests.training import test_saving
+from tests.training.test_saving import Line, names
 from ullage.core.errors import InputError, TrainingError
 from ullage.training import RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.saving.background import HostMemory, Snapshot
@@ -23,30 +25,19 @@ from ullage.training.saving.damage import examine
 SCRIPT = Path(__file__).parents[1] / "support" / "async_script.py"
 
 
-class Line(torch.nn.Module):
+class Counting(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
         self.unused = torch.nn.Parameter(torch.zeros(0))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x, labels=None):
         self.seen += 1
-        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+        return super().forward(x, labels)
 
 
 def make(folder: Path, cls: type = Trainer, **options) -> Trainer:
-    torch.manual_seed(0)
-    data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
-    options = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, **options}
-    arguments = TrainingArguments(
-        str(folder), use_cpu=True, disable_tqdm=True, report_to=[], per_device_train_batch_size=4, **options
-    )
-    return cls(model=Line(), args=arguments, train_dataset=data, eval_dataset=data)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return test_saving.make(folder, cls, Counting, TrainingArguments, **options)
 
 
 def test_what_is_written_later_is_what_was_there(tmp_path, monkeypatch):
@@ -114,8 +105,11 @@ def test_the_best_checkpoint_is_kept_and_loaded_as_ever(tmp_path):
         trainer = make(tmp_path / str(way), async_save=way, **options)
         trainer.train()
         found[way] = trainer
-    assert names(tmp_path / "True") == names(tmp_path / "False") == ["checkpoint-2"]
-    assert found[True].state.best_model_checkpoint == str(tmp_path / "True" / "checkpoint-2")
+        best = tmp_path / str(way) / "checkpoint-2"  # the first evaluation's: training lowers the loss
+        assert names(best.parent) == ["checkpoint-2"]
+        assert trainer.state.best_model_checkpoint == str(best)
+        state = json.loads((best / "trainer_state.json").read_text())
+        assert (state["best_model_checkpoint"], state["best_global_step"]) == (str(best), 2)
     weights = [each.model.layer.weight for each in found.values()]
     assert torch.equal(*weights)
 

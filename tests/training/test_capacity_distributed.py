@@ -1,11 +1,9 @@
 """A capacity that ranks find together, and what a process holds that trains with one it has found."""
 
-import json
-
 import pytest
 
 from tests.support import capacity_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import on_ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -13,8 +11,7 @@ STAGES = (0, 1, 2, 3)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    torchrun(2, capacity_script.__file__, folder, json.dumps(STAGES), timeout=300)
-    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(2, capacity_script, folder, STAGES, timeout=300)
 
 
 @pytest.mark.slow
@@ -32,8 +29,7 @@ def test_ranks_take_the_smallest_and_train_as_with_the_number(pair, stage):
 
 @pytest.mark.slow
 def test_training_stays_within_the_memory_given(tmp_path):
-    torchrun(1, capacity_script.__file__, tmp_path, "[]", timeout=200)
-    found = json.loads((tmp_path / "results0.json").read_text())
+    (found,) = on_ranks(1, capacity_script, tmp_path, [], timeout=200)
     assert found["capacity"] >= 1500
     assert found["steps"] == len(found["peaks"]) == 3
     # Rows of many shapes fragment the C library's heap: a tenth more, at most, than dry runs of one shape.

@@ -1,12 +1,10 @@
 """Head and loss in chunks under DDP and ZeRO, and the memory that they take."""
 
-import json
-
 import pytest
 
 from benchmarks.memory import measure
 from tests.support import chunked_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import on_ranks
 
 ARRIVAL = {"packing_plan_strategy": "next_fit", "max_steps": 3}
 CASES = {
@@ -23,8 +21,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    torchrun(2, chunked_script.__file__, folder, json.dumps(list(CASES.values())), timeout=300)
-    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(2, chunked_script, folder, list(CASES.values()), timeout=300)
 
 
 @pytest.mark.slow

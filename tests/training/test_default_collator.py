@@ -6,9 +6,10 @@ import transformers
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from tests.support.small_runs import quiet
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, RaggedTrainerMixin, Seq2SeqCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, RaggedTrainerMixin, Seq2SeqCollator, Trainer
 from ullage.training.mixin import given_argument
 
 LENGTHS = (3, 9, 1, 5)
@@ -22,8 +23,7 @@ def samples(lengths=LENGTHS, labels=True):
 
 
 def arguments(folder, **options):
-    defaults = {"max_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    return TrainingArguments(str(folder), per_device_train_batch_size=4, **{**defaults, **options})
+    return quiet(folder, **{"max_steps": 1, "per_device_train_batch_size": 4, **options})
 
 
 def recurrent():

@@ -10,14 +10,14 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
     default_data_collator,
 )
 
-from tests.support import packing_script
+from tests.support import packing_script, trl_cases
+from tests.support.small_runs import logged, quiet
 from ullage import InputError, RaggedBatch
 from ullage.datasets import pack_dataset
-from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer
 from ullage.training.batches.reading import as_ragged
 
 #: One token, a sequence that fills a microbatch, and what lies between.
@@ -26,11 +26,7 @@ LENGTHS = [1, 128, 5, 1, 77, 128, 1, 2, 30, 64, 1, 3]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models
-
-    words = {"<pad>": 0, **{f"w{i}": i for i in range(1, packing_script.VOCAB)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", mask_token="w2")
+    return trl_cases.tokenizer()
 
 
 def trls(**options):
@@ -84,8 +80,7 @@ def run(folder, collator, name="llama", samples=None, **options):
     trainer.model.double()
     trainer.eval_dataset = samples or samples_of()
     trainer.train()
-    logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    return np.array(logged), trainer.evaluate()["eval_loss"]
+    return np.array(logged(trainer)), trainer.evaluate()["eval_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +151,10 @@ def test_pairs_of_a_padded_batch_are_sources_and_targets(tmp_path, tokenizer):
     found = []
     for collator in (Seq2SeqCollator(), DataCollatorForSeq2Seq(tokenizer, model=model)):
         model.load_state_dict(before)
-        options = {"packing_capacity": 24, "max_steps": 1, "per_device_train_batch_size": 4, "logging_steps": 1}
-        arguments = TrainingArguments(
-            str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **options
-        )
+        arguments = quiet(tmp_path, packing_capacity=24, max_steps=1, per_device_train_batch_size=4)
         trainer = Trainer(model, arguments, collator, pairs, pairs)
         trainer.train()
-        entry = trainer.state.log_history[0]
-        found.append([entry["loss"], entry["grad_norm"], trainer.evaluate()["eval_loss"]])
+        found.append([*logged(trainer)[0], trainer.evaluate()["eval_loss"]])
     assert found[1] == pytest.approx(found[0], rel=1e-10)
 
 
@@ -197,6 +188,7 @@ def test_the_rows_of_a_packed_file_are_taken(tmp_path):
 
 
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+BOUNDED = {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 4])}
 REFUSED = {
     r"know their sequences: expected .* found dict of input_ids, labels. Leave data_collator out, or use RaggedCollator": {
         "input_ids": IDS,
@@ -214,24 +206,15 @@ REFUSED = {
         "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]),
     },
     r"cu_seq_lens_q does not cover the row: expected rising from 0 to 4, found 1 sequences, 3 tokens": {
-        "input_ids": IDS[:1],
+        **BOUNDED,
         "cu_seq_lens_q": torch.tensor([0, 3]),
     },
     r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2\]": {
-        "input_ids": IDS[:1],
-        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
+        **BOUNDED,
         "position_ids": torch.tensor([[0, 1, 0, 1]]),
     },
-    r"a row with cu_seq_lens_q has padding too": {
-        "input_ids": IDS[:1],
-        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
-        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
-    },
-    r"values and lengths disagree \(field 'scores'\)": {
-        "input_ids": IDS[:1],
-        "cu_seq_lens_q": torch.tensor([0, 3, 4]),
-        "scores": torch.ones(3),
-    },
+    r"a row with cu_seq_lens_q has padding too": {**BOUNDED, "attention_mask": torch.tensor([[1, 1, 1, 0]])},
+    r"values and lengths disagree \(field 'scores'\)": {**BOUNDED, "scores": torch.ones(3)},
 }
 
 
@@ -277,11 +260,12 @@ def test_packed_rows_train_as_their_sequences(tmp_path):
     assert max(map(len, rows["seq_lengths"])) > 1
     found = []
     for collator, data, options in (
-        (RaggedCollator(), samples, {"per_device_train_batch_size": len(samples)}),
-        (RaggedCollator(), rows, {"per_device_train_batch_size": len(rows)}),
-        (None, rows.remove_columns("labels"), {"per_device_train_batch_size": len(rows)}),
-        (trls(padding_free=True), rows, {"per_device_train_batch_size": len(rows), "remove_unused_columns": False}),
+        (RaggedCollator(), samples, {}),
+        (RaggedCollator(), rows, {}),
+        (None, rows.remove_columns("labels"), {}),
+        (trls(padding_free=True), rows, {"remove_unused_columns": False}),
     ):
+        options["per_device_train_batch_size"] = len(data)
         trainer = packing_script.make_trainer("llama", str(tmp_path), samples=data, max_steps=1, **options)
         if collator is None:  # as of a Trainer that is given none
             trainer = Trainer(trainer.model, trainer.args, train_dataset=data)
@@ -289,8 +273,7 @@ def test_packed_rows_train_as_their_sequences(tmp_path):
             trainer.data_collator = collator
         trainer.model.double()
         trainer.train()
-        entry = trainer.state.log_history[0]
-        found.append((entry["loss"], entry["grad_norm"]))
+        found += logged(trainer)
     np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)  # llama's loss is float32 in any model
 
 

@@ -40,12 +40,7 @@ def assert_as_by_hand(results):
 
 
 def test_on_one_process(tmp_path):
-    results = {}
-    for name in ("recurrent", "llama", "tagger"):
-        for size in evaluate_script.BATCH_SIZES:
-            results[f"{name} {size}"] = evaluate_script.evaluate(name, str(tmp_path), size)
-        results[f"{name} stream"] = evaluate_script.evaluate(name, str(tmp_path), 2, iterable=True)
-    assert_as_by_hand(results)
+    assert_as_by_hand(evaluate_script.everything(str(tmp_path)))
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,7 +1,6 @@
 """``--fsdp`` under our Trainer: what is asked for is done, on CPUs too, or refused."""
 
 import contextlib
-import json
 import logging
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from tests.support import fsdp_script
 from tests.support.fsdp_script import ENVIRON, FSDP, STEPS, run
-from tests.support.launch import torchrun
+from tests.support.small_runs import on_ranks
 from ullage import InputError
 from ullage.core.errors import CheckpointError
 from ullage.training import TrainingArguments
@@ -26,7 +25,8 @@ from ullage.training.setup import fsdp
 #: Leaves microbatches of some ranks empty.
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
 #: A head that packed rows run by lengths, which sharded ranks cannot.
-SEQUENCES = {"per_token": False, "packing_capacity": None}
+UNPACKED = {"packing_capacity": None}
+SEQUENCES = {"per_token": False, **UNPACKED}
 TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -129,11 +129,6 @@ def test_the_files_of_a_full_state_dict_are_a_checkpoint(tmp_path):
 # Real processes.
 
 
-def on(ranks, folder, cases):
-    torchrun(ranks, fsdp_script.__file__, folder, json.dumps(cases), timeout=300)
-    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in range(ranks)]
-
-
 def assert_equal(result, alone, first=0):
     assert "error" not in result, result
     assert result["sharded"]
@@ -167,7 +162,7 @@ def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):
     }
     alone = run(str(tmp_path / "alone"), first=True)
     assert len(alone["losses"]) == STEPS
-    ranks = on(4, tmp_path, cases)
+    ranks = on_ranks(4, fsdp_script, tmp_path, cases, timeout=300)
     found = ranks[0]
     for case, parts in (("whole", 4), ("resumed", 4), ("environment", 4), ("again", 4), ("replicated", 2)):
         assert_equal(found[case], alone)
@@ -197,17 +192,12 @@ def test_adapters_classifiers_and_sft_on_two_processes_are_those_on_one(tmp_path
         "classifier": {**FSDP, "kind": "classifier", "fsdp_config": {"cpu_ram_efficient_loading": True}},
         "sequences": {**FSDP, "kind": "classifier", **SEQUENCES},
         "sft": {**FSDP, "kind": "sft"},
-        "unpacked": {
-            **FSDP,
-            "packing_capacity": None,
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": 1,
-        },
+        "unpacked": {**FSDP, **UNPACKED, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
     }
     kinds = ("llama", "lora", "classifier", "sft")
     alone = {kind: run(str(tmp_path / f"alone {kind}"), kind=kind) for kind in kinds}
     alone["sequences"] = run(str(tmp_path / "alone sequences"), kind="classifier", **SEQUENCES)
-    ranks = on(2, tmp_path, cases)
+    ranks = on_ranks(2, fsdp_script, tmp_path, cases, timeout=300)
     for case, options in cases.items():
         assert_equal(ranks[0][case], alone["sequences" if case == "sequences" else options.get("kind", "llama")])
     assert_parted(ranks, "checkpointed", alone["llama"], 2)

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from tests.support import own_losses, packing_script
+from tests.support.small_runs import logged, quiet
 from ullage import InputError
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
@@ -27,7 +28,7 @@ from ullage.models import (
     RecurrentForCausalLM,
     RecurrentForTokenClassification,
 )
-from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Seq2SeqCollator, Trainer
 
 SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 LENGTHS = (9, 3, 14, 1, 6, 11)
@@ -78,25 +79,18 @@ def make(kind, **options):
 
 def trainer(folder, model, *, kind=Trainer, samples=SAMPLES, collator=None, loss=None, **options):
     options = {
-        "max_steps": 1, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "logging_steps": 1,
-        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "optim": "sgd",
+        "max_steps": 1, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "optim": "sgd",
         "learning_rate": 0.1, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", **options,
     }  # fmt: skip
-    return kind(
-        model,
-        TrainingArguments(str(folder), **options),
-        data_collator=collator or RaggedCollator(labels_from="input_ids"),
-        train_dataset=samples,
-        eval_dataset=samples,
-        compute_loss_func=loss,
-    )
+    collator = collator or RaggedCollator(labels_from="input_ids")
+    return kind(model, quiet(folder, **options), collator, samples, samples, compute_loss_func=loss)
 
 
 def trained(*args, **options):
     """The losses and gradient norms of a run."""
     mine = trainer(*args, **options)
     mine.train()
-    return [(entry["loss"], entry["grad_norm"]) for entry in mine.state.log_history if "loss" in entry]
+    return logged(mine)
 
 
 def close(one, other, rel=1e-5):
@@ -158,42 +152,20 @@ RAGGED, PACKED_SEQUENCES = RaggedCollator(labels_from="input_ids"), PackedSequen
         (RecurrentForCausalLM, RAGGED, (None, 20)),
         slowly(RecurrentForCausalLM, PACKED_SEQUENCES, (None,)),
         slowly(LlamaForCausalLM, RAGGED, (None, 20)),
-        slowly(Renamed, RAGGED, (None, 20)),
-        slowly(Extended, RAGGED, (None, 20)),
+        slowly(RecurrentForTokenClassification, RAGGED, (None, 20)),
     ],
 )
 def test_smoothed_labels_are_shifted_where_the_loss_shifts(kind, collator, capacities, tmp_path):
-    expected = by_hand(make(kind), SAMPLES, next_token=True)
-    assert abs(expected - by_hand(make(kind), SAMPLES, next_token=False)) > 3e-4
-    for packing in ({"packing_capacity": capacity} for capacity in capacities):
-        mine = trainer(tmp_path, make(kind), collator=collator, label_smoothing_factor=0.1, **packing)
+    options = {"num_labels": 23} if kind is RecurrentForTokenClassification else {}
+    shifts = not options  # labels of tokens stay under their tokens
+    expected = by_hand(make(kind, **options), SAMPLES, next_token=shifts)
+    assert abs(expected - by_hand(make(kind, **options), SAMPLES, next_token=not shifts)) > 3e-4
+    for capacity in capacities:
+        packing = {"packing_capacity": capacity}
+        mine = trainer(tmp_path, make(kind, **options), collator=collator, label_smoothing_factor=0.1, **packing)
         assert mine.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
         mine.train()
         assert mine.state.log_history[-2]["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_smoothed_labels_of_tokens_stay_under_their_tokens(tmp_path):
-    model = make(RecurrentForTokenClassification, num_labels=23)
-    expected = by_hand(model, SAMPLES, next_token=False)
-    for packing in ({}, {"packing_capacity": 20}):
-        (loss, _), = trained(tmp_path, make(RecurrentForTokenClassification, num_labels=23), label_smoothing_factor=0.1, **packing)  # fmt: skip
-        assert loss == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [{}, {"packing_capacity": 40}])
-def test_a_smoothed_recurrent_model_learns_the_next_token_not_its_input(packing, tmp_path):
-    samples = [{"input_ids": [(i + k) % 19 + 3 for k in range(4 + i % 9)]} for i in range(24)]
-    mine = trainer(
-        tmp_path, make(RecurrentForCausalLM, hidden_size=24), samples=samples, label_smoothing_factor=0.1,
-        max_steps=80, per_device_train_batch_size=8, optim="adamw_torch", learning_rate=0.02, **packing,
-    )  # fmt: skip
-    mine.train()
-    ids = torch.tensor([samples[3]["input_ids"]])
-    guesses = mine.model(input_ids=ids).logits.argmax(-1)
-    assert (guesses[:, :-1] == ids[:, 1:]).all()
-    assert not (guesses == ids).any()
 
 
 @pytest.mark.parametrize("flattened", [False, slowly(True)])
@@ -268,14 +240,8 @@ def packed_and_not(name, folder, **options):
         mine = packing_script.make_trainer("llama", str(folder), trainer=name, max_steps=2, **options, **packing)
         mine.model.set_attn_implementation("ullage")
         mine.train()
-        results.append([(entry["loss"], entry["grad_norm"]) for entry in mine.state.log_history if "loss" in entry])
+        results.append(logged(mine))
     return results
-
-
-@pytest.mark.parametrize("name", ["Penalised", slowly("Masked"), slowly("Summed")])
-def test_a_declared_loss_is_the_same_with_and_without_packing(name, tmp_path):
-    apart, packed = packed_and_not(name, tmp_path)
-    assert close(apart, packed)
 
 
 @pytest.mark.parametrize(
@@ -290,70 +256,68 @@ def test_a_mean_that_nobody_declared_is_taken_for_one_and_said_once(name, reason
     assert told[0].startswith(f"{name}.compute_loss {reason}: under packing its loss is taken for a mean over labels")
 
 
-def run_packed(folder, kind, **options):
-    mine = trainer(folder, make(RecurrentForCausalLM), kind=kind, packing_capacity=20, **options)
-    mine.train()
-    return mine
+class Unknown(own_losses.Undeclared):
+    packing_loss = "mean"
 
 
-def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(tmp_path):
-    message = (
+class Inherits(own_losses.Summed):
+    pass
+
+
+class Later(own_losses.Summed):
+    """Its declaration is that of another loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return own_losses.mean_loss(model, inputs)
+
+
+class ByTokens(own_losses.Contrastive):
+    packing_loss = "token_mean"
+
+
+class Silent(own_losses.Contrastive):
+    packing_loss = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class Energy(RecurrentForCausalLM):
+    def forward(self, input_ids=None, cu_seq_lens_q=None, **kwargs):
+        return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
+
+
+UNLABELLED = {"collator": RaggedCollator()}
+UNDIVIDED = [
+    (
+        own_losses.Undeclared,
+        {},
         r"packing must know how a loss of one's own is divided \(Undeclared.compute_loss\): expected packing_loss on the "
-        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)"
-    )
-    with pytest.raises(InputError, match=message):
-        run_packed(tmp_path, own_losses.Undeclared)
+        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)",
+    ),
+    (
+        Unknown,
+        {},
+        r"packing_loss is not a known division \(Unknown\): "
+        r"expected 'sum' or 'token_mean' or 'sequence_mean', found mean",
+    ),
+    (Later, {}, r"packing must know .* \(Later.compute_loss\)"),
+    (ByTokens, UNLABELLED, r"packing_loss='token_mean' needs labels to count \(ByTokens\)"),
+    (Silent, UNLABELLED, r"\(Silent.compute_loss\): .* found there are no labels by token"),
+    (Trainer, UNLABELLED, r"packing must know .* \(the model's loss\): .* found there are no labels to count"),
+]
 
-    class Unknown(own_losses.Undeclared):
-        packing_loss = "mean"
 
-    message = r"packing_loss is not a known division \(Unknown\): expected 'sum' or 'token_mean' or 'sequence_mean', found mean"
+@pytest.mark.parametrize(("kind", "options", "message"), UNDIVIDED, ids=[kind.__name__ for kind, _, _ in UNDIVIDED])
+def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(kind, options, message, tmp_path):
+    model = make(Energy if kind is Trainer else RecurrentForCausalLM)
     with pytest.raises(InputError, match=message):
-        run_packed(tmp_path, Unknown)
+        trained(tmp_path, model, kind=kind, packing_capacity=20, **options)
 
 
 @pytest.mark.slow
-def test_a_declaration_holds_for_the_loss_that_it_stands_beside(tmp_path):
-    class Later(own_losses.Summed):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return own_losses.mean_loss(model, inputs)
-
-    class Inherits(own_losses.Summed):
-        pass
-
-    with pytest.raises(InputError, match=r"packing must know .* \(Later.compute_loss\)"):
-        run_packed(tmp_path, Later)
-    run_packed(tmp_path, Inherits)
-
-
-@pytest.mark.slow
-def test_a_loss_without_labels_is_divided_by_sequences_or_refused(tmp_path):
-    class ByTokens(own_losses.Contrastive):
-        packing_loss = "token_mean"
-
-    with pytest.raises(InputError, match=r"packing_loss='token_mean' needs labels to count \(ByTokens\)"):
-        run_packed(tmp_path, ByTokens, collator=RaggedCollator())
-
-    class Silent(own_losses.Contrastive):
-        packing_loss = None
-
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            return super().compute_loss(model, inputs, return_outputs)
-
-    with pytest.raises(InputError, match=r"\(Silent.compute_loss\): .* found there are no labels by token"):
-        run_packed(tmp_path, Silent, collator=RaggedCollator())
-
-
-def test_the_models_own_loss_without_labels_is_refused_too(tmp_path):
-    class Energy(RecurrentForCausalLM):
-        def forward(self, input_ids=None, cu_seq_lens_q=None, **kwargs):
-            return {"loss": super().forward(input_ids, cu_seq_lens_q=cu_seq_lens_q).logits.mean()}
-
-    arguments = {"collator": RaggedCollator(), "packing_capacity": 20}
-    with pytest.raises(
-        InputError, match=r"packing must know .* \(the model's loss\): .* found there are no labels to count"
-    ):
-        trained(tmp_path, make(Energy), **arguments)
+def test_a_declaration_is_inherited(tmp_path):
+    trained(tmp_path, make(RecurrentForCausalLM), kind=Inherits, packing_capacity=20)
 
 
 def captured(mine):
@@ -396,9 +360,8 @@ def mean_of(outputs, labels, **kwargs):
     return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def sum_of(outputs, labels, num_items_in_batch=None):
-    loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return loss / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+def sum_of(outputs, labels, num_items_in_batch):
+    return mean_of(outputs, labels) * (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
 @pytest.mark.slow
@@ -410,16 +373,8 @@ def test_a_loss_function_gets_labels_under_their_tokens_and_shifts_them_itself(f
         assert close(expected, runs)
 
 
-def strict_sum_of(outputs, labels, num_items_in_batch):
-    return (
-        cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        / num_items_in_batch
-    )
-
-
 def test_a_loss_function_is_given_the_number_of_labels_in_evaluation_too(tmp_path):
     model = make(RecurrentForCausalLM)
     expected = trainer(tmp_path, model).evaluate(SAMPLES)["eval_loss"]
-    assert trainer(tmp_path, model, loss=strict_sum_of).evaluate(SAMPLES)["eval_loss"] == pytest.approx(
-        expected, rel=1e-6
-    )
+    found = trainer(tmp_path, model, loss=sum_of).evaluate(SAMPLES)["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.small_runs import logged, quiet
 from tests.training.test_trainer import language_model
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.planning import plan
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 from ullage.training.step import metering
 from ullage.training.step.metering import TokenMeter
 
@@ -37,9 +38,7 @@ def clock(monkeypatch):
 
 
 def trainer(folder, model, samples, **options):
-    defaults = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(str(folder), logging_steps=1, **{**defaults, **options})
-    return Trainer(model, arguments, RaggedCollator(), samples)
+    return Trainer(model, quiet(folder, **{"max_steps": 2, **options}), RaggedCollator(), samples)
 
 
 def step(lengths, **options):
@@ -53,15 +52,6 @@ def step(lengths, **options):
         for k in range(made.num_microbatches)
     ]
     return rows, made
-
-
-def test_a_padded_batch(clock):
-    meter = TokenMeter()
-    clock[0] += 4.0
-    meter.add(10, 18, 18)
-    assert meter.rates() == {"tokens_per_second": 2.5, "padding_computed": round(8 / 18, 4)}
-    assert meter.closing() == {"padding_avoided": 0.0}
-    assert (meter.num_tokens, meter.num_padded_tokens) == (10, 18)
 
 
 def test_a_packed_step(clock):
@@ -128,8 +118,7 @@ def test_padding_is_what_the_model_is_given(tmp_path, attention, computed):
     )  # fmt: skip
     mine = trainer(tmp_path, LlamaForCausalLM(config), SAMPLES, per_device_train_batch_size=2)
     mine.train()
-    logged = [row for row in mine.state.log_history if "loss" in row]
-    assert [row["padding_computed"] for row in logged] == [round(computed, 4)] * 2
+    assert logged(mine, "padding_computed") == [(round(computed, 4),)] * 2
     assert mine.state.log_history[-1]["padding_avoided"] == pytest.approx(8 / 18 - computed, abs=1e-4)
 
 
@@ -140,16 +129,16 @@ def test_a_packed_run_logs_the_names_of_the_documentation(tmp_path, monkeypatch)
     options = {"packing_capacity": 12, "packing_oversize": "drop", "packing_peak_flops": 1e5}
     mine = trainer(tmp_path, language_model(), samples, per_device_train_batch_size=3, max_steps=1, **options)
     mine.train()
-    logged, closing = mine.state.log_history
-    assert set(logged) - THEIRS == PACKED
-    assert logged["padding_computed"] == 0.0
-    assert logged["capacity_unused"] == round(2 / 12, 4)
-    assert (logged["imbalance"], logged["dropped_sequences"], logged["dropped_tokens"]) == (1.0, 1, 30)
-    seconds = round(10 / logged["tokens_per_second"])  # ticks of the clock, with those of exchange and plan
-    assert logged["tokens_per_second"] == round(10 / seconds, 1) > 0
+    entry, closing = mine.state.log_history
+    assert set(entry) - THEIRS == PACKED
+    assert entry["padding_computed"] == 0.0
+    assert entry["capacity_unused"] == round(2 / 12, 4)
+    assert (entry["imbalance"], entry["dropped_sequences"], entry["dropped_tokens"]) == (1.0, 1, 30)
+    seconds = round(10 / entry["tokens_per_second"])  # ticks of the clock, with those of exchange and plan
+    assert entry["tokens_per_second"] == round(10 / seconds, 1) > 0
     parameters = sum(parameter.numel() for parameter in mine.model.parameters())
-    assert logged["flops_per_second"] == 6 * parameters * 10 / seconds
-    assert logged["mfu"] == round(6 * parameters * 10 / seconds / 1e5, 4) > 0
+    assert entry["flops_per_second"] == 6 * parameters * 10 / seconds
+    assert entry["mfu"] == round(6 * parameters * 10 / seconds / 1e5, 4) > 0
     assert closing["padding_avoided"] == round(1 - 10 / 18, 4)
     documented = Path(__file__).parents[2].joinpath("docs/training.md").read_text(encoding="utf-8")
     table = documented.partition("## Metrics")[2].partition("\n## ")[0]

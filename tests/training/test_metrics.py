@@ -4,7 +4,6 @@ import json
 import math
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from torch import nn
@@ -19,22 +18,16 @@ from transformers import (
 from transformers.modeling_outputs import ModelOutput
 
 from tests.support import metrics_script, story
+from tests.support.small_runs import losses, quiet
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def predict(model, samples, folder, *, batch_size=3, **options):
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_eval_batch_size=batch_size,
-        report_to=[],
-        disable_tqdm=True,
-        ragged_predictions=True,
-        **options,
-    )
+    arguments = quiet(folder, per_device_eval_batch_size=batch_size, ragged_predictions=True, **options)
     return Trainer(model.eval(), arguments, data_collator=RaggedCollator()).predict(samples)
 
 
@@ -145,21 +138,20 @@ def next_token_accuracy(given):
     return {"accuracy": np.concatenate(hits).mean()}
 
 
-def language_model(trial=None):
-    width = 8 if trial is None else trial.suggest_categorical("hidden_size", [4, 8])
-    return RecurrentForCausalLM(RecurrentConfig(vocab_size=8, hidden_size=width))
+def language_model():
+    return RecurrentForCausalLM(RecurrentConfig(vocab_size=8, hidden_size=8))
 
 
 def searching(folder, model_init=language_model, **options):
     defaults = {
-        "max_steps": 12, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 4,
-        "learning_rate": 0.1, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "report_to": [],
-        "disable_tqdm": True, "save_total_limit": 1,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1,
+        "per_device_train_batch_size": 4, "learning_rate": 0.1, "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
     }  # fmt: skip
     samples = [{"input_ids": [1, 2, 3, 4, 5, 6, 7][i % 3 :][: 2 + i % 5]} for i in range(12)]
     return Trainer(
         model_init=model_init,
-        args=TrainingArguments(str(folder), **{**defaults, **options}),
+        args=quiet(folder, **defaults, **options),
         data_collator=RaggedCollator(labels_from="input_ids"),
         train_dataset=samples,
         eval_dataset=samples,
@@ -184,31 +176,6 @@ def test_the_best_model_is_loaded_and_training_stops_early(tmp_path):
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{log[best]['step']}")
 
 
-@pytest.mark.slow
-def test_five_trials_choose_model_and_arguments(tmp_path):
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    trainer = searching(tmp_path, max_steps=4)
-    seen = []
-
-    def objective(metrics):
-        seen.append((sum(p.numel() for p in trainer.model.parameters()), trainer.args.learning_rate))
-        return metrics["eval_accuracy"]
-
-    best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 0.3, log=True)},
-        compute_objective=objective,
-        direction="maximize",
-        n_trials=5,
-        backend="optuna",
-        sampler=optuna.samplers.RandomSampler(seed=1),
-    )
-    assert {path.name for path in tmp_path.glob("run-*")} == {f"run-{k}" for k in range(5)}
-    assert len({rate for _, rate in seen}) == 5
-    assert len({size for size, _ in seen}) == 2
-    assert 0 < best.objective <= 1
-    assert best.hyperparameters.keys() == {"learning_rate", "hidden_size"}
-
-
 def test_each_fresh_model_is_packed_as_the_first(tmp_path):
     """A model that ``model_init`` makes anew keeps packed sequences apart, too."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -217,11 +184,11 @@ def test_each_fresh_model_is_packed_as_the_first(tmp_path):
         torch.manual_seed(0)
         return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
 
-    losses = []
+    found = []
     for options in ({}, {"packing_capacity": 64}):
-        trainer = searching(tmp_path / str(len(losses)), make, max_steps=2, logging_steps=1, **options)
+        trainer = searching(tmp_path / str(len(found)), make, max_steps=2, **options)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        found.append(losses(trainer))
     assert trainer.model.config._attn_implementation == "ullage"
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert all(map(math.isfinite, losses[0]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert all(map(math.isfinite, found[0]))

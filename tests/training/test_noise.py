@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from tests.support import packing_script
+from tests.support.small_runs import losses
 from ullage import InputError
 from ullage.training import RaggedCollator, Trainer
 
@@ -36,14 +37,8 @@ def noise_of(trainer):
 
 
 def test_each_packed_sequence_has_noise_by_its_own_length(tmp_path):
-    trainer = packing_script.make_trainer(
-        "llama",
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=6,
-        neftune_noise_alpha=ALPHA,
-        packing_verify=False,
-    )
+    options = {"per_device_train_batch_size": 6, "neftune_noise_alpha": ALPHA, "packing_verify": False}
+    trainer = packing_script.make_trainer("llama", str(tmp_path), max_steps=1, **options)
     seen, lengths = noise_of(trainer)
     assert sum(len(row) > 1 for row in lengths) > 0
     for noise, row in zip(seen, lengths):
@@ -70,13 +65,12 @@ def padded(samples):
 @pytest.mark.slow
 def test_padded_rows_have_transformers_own_noise(tmp_path):
     """The same draws, to the bit, so that a run without packing does not change."""
-    losses = []
+    found = []
     for kind in (transformers.Trainer, Trainer):
         torch.manual_seed(0)
-        ours = packing_script.make_trainer(
-            "llama", str(tmp_path), packing_capacity=None, max_steps=2, neftune_noise_alpha=ALPHA
-        )
+        options = {"packing_capacity": None, "max_steps": 2, "neftune_noise_alpha": ALPHA}
+        ours = packing_script.make_trainer("llama", str(tmp_path), **options)
         trainer = kind(ours.model, ours.args, padded, train_dataset=ours.train_dataset)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == losses[1]
+        found.append(losses(trainer))
+    assert found[0] == found[1]

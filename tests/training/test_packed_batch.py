@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from tests.support import packed_models
+from tests.support.small_runs import losses
 from ullage import InputError
 from ullage.training import Seq2SeqTrainer, Trainer
 
 STEPS = packed_models.STEPS[:2]
 
 
-def run(family, folder, trainer, packed=True):
+def run(family, folder, trainer):
     """Packed training with a trainer of a user's."""
-    made = packed_models.make_trainer(family, str(folder), packed=packed, steps=STEPS)
+    made = packed_models.make_trainer(family, str(folder), packed=True, steps=STEPS)
     made.__class__ = type(trainer.__name__, (trainer, Seq2SeqTrainer if family == "t5" else Trainer), {})
     made.train()
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return losses(made)
 
 
 class Reading:
@@ -44,15 +45,11 @@ class Reading:
 @pytest.mark.parametrize("family", ["gpt_oss", "bert", "bert_tokens", "t5"])
 def test_a_step_of_ones_own_reads_the_flattened_batch(tmp_path, family):
     kind = type("Reads", (Reading,), {"seen": None})
-    losses = run(family, tmp_path, kind)
-    assert losses == [
-        pytest.approx(loss, rel=1e-5) for loss in packed_models.run(family, str(tmp_path), steps=STEPS)["losses"]
-    ]
+    expected = packed_models.run(family, str(tmp_path), steps=STEPS)["losses"]
+    assert run(family, tmp_path, kind) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.regression
-@pytest.mark.parametrize(("family", "shifts"), [("gpt_oss", True), ("bert_tokens", False)])
-def test_the_row_holds_every_sequence_of_the_step(tmp_path, family, shifts):
+def steps_of(family, folder):
     found = []
 
     class Kept(Reading):
@@ -60,7 +57,14 @@ def test_the_row_holds_every_sequence_of_the_step(tmp_path, family, shifts):
             found.append(inputs)
             return super().training_step(model, inputs, num_items_in_batch)
 
-    run(family, tmp_path, Kept)
+    run(family, folder, Kept)
+    return found
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(("family", "shifts"), [("gpt_oss", True), ("bert_tokens", False)])
+def test_the_row_holds_every_sequence_of_the_step(tmp_path, family, shifts):
+    found = steps_of(family, tmp_path)
     samples = packed_models.make_samples(family, STEPS)
     for step, lengths in zip(found, STEPS, strict=True):
         assert step["input_ids"].shape == (1, sum(lengths)) == (1, step.numel())
@@ -97,14 +101,7 @@ def test_what_would_go_wrong_is_told(tmp_path, how):
 def test_a_rank_without_sequences_has_an_empty_row(tmp_path):
     from ullage.training.batches.packed_batch import PackedBatch
 
-    steps = []
-
-    class Kept(Reading):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            steps.append(inputs)
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    run("bert", tmp_path, Kept)
+    steps = steps_of("bert", tmp_path)
     whole = steps[0].microbatches[0]
     empty = type(whole).from_samples(whole.samples()[:1])
     nothing = type(whole)(

@@ -1,18 +1,16 @@
 """Models of every kind under the Trainer: packed, they train as on padded batches, whatever their heads take."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support import packed_models, packing_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import logged, on_ranks, quiet
 from ullage import InputError
 from ullage.mixers import pack_model
 from ullage.proofs.tiny import tiny_model
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 from ullage.training.batches import forms
 from ullage.training.step.packing import Packer
 
@@ -30,12 +28,8 @@ def padded(tmp_path_factory):
 
     def of(family):
         if family not in found:
-            alone = {
-                "per_device_train_batch_size": 1,
-                "gradient_accumulation_steps": 4,
-                "per_device_eval_batch_size": 1,
-            }
-            options = alone if family in SEES_PADDING else {}
+            alone = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+            options = {**alone, "gradient_accumulation_steps": 4} if family in SEES_PADDING else {}
             found[family] = packed_models.run(family, folder, packed=False, **options)
         return found[family]
 
@@ -66,8 +60,7 @@ def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
     """Also padded; and packed with a rank that has no sequence in a microbatch, or in a whole step."""
     cases = [[family, stage, packed] for family in packed_models.FAMILIES for packed in (True, False)]
     cases += [[head, stage, True] for head in packed_models.HEADS]
-    torchrun(2, packed_models.__file__, tmp_path, json.dumps(cases), timeout=560)
-    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = on_ranks(2, packed_models, tmp_path, cases, timeout=560)
     far = {}
     for (family, _, packed), *found in zip(cases, *ranks, strict=True):
         difference = max(packed_models.largest_difference(each, padded(family)) for each in found)
@@ -86,8 +79,7 @@ def test_sharded_parameters_are_gathered_equally_often_on_every_rank(padded, tmp
     """ZeRO 3: rows of other lengths on each rank, an empty one among them. A layer called once more would hang."""
     families = ["qwen3_next", "nemotron_h", "mamba2", "modernbert", "t5"]
     cases = [[family, 3, True] for family in families]
-    torchrun(2, packed_models.__file__, tmp_path, json.dumps(cases), timeout=560)
-    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = on_ranks(2, packed_models, tmp_path, cases, timeout=560)
     found = {family: max(packed_models.largest_difference(each, padded(family)) for each in pair)
              for family, *pair in zip(families, *ranks, strict=True)}  # fmt: skip
     assert max(found.values()) < 1e-5, found
@@ -218,14 +210,12 @@ def test_embeddings_train_by_a_loss_of_ones_own(tmp_path):
             {"input_ids": sample["input_ids"], "labels": torch.randn(32, generator=generator)}
             for sample in packed_models.make_samples("bert", packed_models.STEPS[:5])
         ]
-        arguments = TrainingArguments(
-            str(tmp_path), packing_capacity=capacity, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2,
-            optim="sgd", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
-            train_sampling_strategy="sequential", label_names=["labels"],
+        arguments = quiet(
+            tmp_path, packing_capacity=capacity, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2,
+            optim="sgd", train_sampling_strategy="sequential", label_names=["labels"],
         )  # fmt: skip
         trainer = Embedder(model, arguments, RaggedCollator(per_sequence=("labels",)), samples)
         trainer.train()
-        entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        found.append([(entry["loss"], entry["grad_norm"]) for entry in entries])
+        found.append(logged(trainer))
     assert len(found[0]) == 5
     assert np.allclose(found[1], found[0], rtol=1e-5, atol=0)

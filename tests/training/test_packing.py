@@ -10,26 +10,29 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from tests.support import packing_script
+from tests.support.small_runs import logged, losses, quiet
 from ullage import CheckpointError, InputError, RaggedBatch
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 from ullage.training.batches import forms
 
+ACCUMULATED = (
+    r"packing takes no gradient_accumulation_steps: each optimizer step is one global batch, .*: expected 1, found 2"
+)
+POSITIVE = "packing_capacity must be positive: expected tokens a microbatch, .*, found {}"
+WRONG = [
+    ({"gradient_accumulation_steps": 2}, ACCUMULATED),
+    ({"packing_capacity": 0}, POSITIVE.format(0)),
+    ({"packing_capacity": -5}, POSITIVE.format(-5)),
+]
 
-def test_gradient_accumulation_is_refused_with_the_reason(tmp_path):
-    message = r"packing takes no gradient_accumulation_steps: each optimizer step is one global batch, .*: expected 1, found 2"
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_arguments_that_packing_cannot_take_are_refused(tmp_path, options, message):
     with pytest.raises(InputError, match=message):
-        packing_script.make_trainer("llama", str(tmp_path), gradient_accumulation_steps=2)
-
-
-@pytest.mark.parametrize("capacity", [0, -5])
-def test_a_capacity_must_be_positive(tmp_path, capacity):
-    with pytest.raises(
-        InputError, match=f"packing_capacity must be positive: expected tokens a microbatch, .*, found {capacity}"
-    ):
-        packing_script.make_trainer("llama", str(tmp_path), packing_capacity=capacity)
+        packing_script.make_trainer("llama", str(tmp_path), **options)
 
 
 OVER = r"a sequence does not fit into a microbatch \({}\): expected at most packing_capacity=64 tokens, found 65"
@@ -133,23 +136,19 @@ def test_of_a_stream_the_place_in_the_batch_is_told(tmp_path):
 
 def padded_reference(folder, samples, **options):
     """transformers' own Trainer on padded batches: losses and gradient norms."""
-    arguments = transformers.TrainingArguments(
-        folder, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, optim="adamw_torch",
-        learning_rate=1e-2, lr_scheduler_type="constant", train_sampling_strategy="sequential", **options,
+    arguments = quiet(
+        folder, transformers.TrainingArguments, optim="adamw_torch", learning_rate=1e-2, lr_scheduler_type="constant",
+        train_sampling_strategy="sequential", **options,
     )  # fmt: skip
     theirs = transformers.Trainer(packing_script.make_model("llama"), arguments, padded, train_dataset=samples)
     theirs.train()
-    return loss_and_norm(theirs)
+    return logged(theirs)
 
 
 def padded(samples):
     batch = RaggedBatch.from_samples([{"input_ids": s["input_ids"]} for s in samples]).to_padded()
     labels = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
     return {**batch, "labels": labels}
-
-
-def loss_and_norm(trainer):
-    return [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
 
 
 def test_what_is_dropped_counts_in_no_loss(tmp_path):
@@ -161,7 +160,7 @@ def test_what_is_dropped_counts_in_no_loss(tmp_path):
     options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 8, "max_steps": 1}
     mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
     metrics = mine.train().metrics
-    np.testing.assert_allclose(loss_and_norm(mine), reference, rtol=1e-4)
+    np.testing.assert_allclose(logged(mine), reference, rtol=1e-4)
     (entry,) = (e for e in mine.state.log_history if "loss" in e)
     assert (entry["dropped_sequences"], entry["dropped_tokens"]) == (3, 264)
     assert (metrics["total_dropped_sequences"], metrics["total_dropped_tokens"]) == (3, 264)
@@ -177,9 +176,8 @@ def test_what_is_truncated_counts_in_no_loss(tmp_path):
     options = {"packing_capacity": 64, "packing_oversize": "truncate", "per_device_train_batch_size": 2, "max_steps": 4}
     mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
     metrics = mine.train().metrics
-    np.testing.assert_allclose(loss_and_norm(mine), reference, rtol=1e-4)
-    entries = [e for e in mine.state.log_history if "loss" in e]
-    assert [(e["truncated_sequences"], e["truncated_tokens"]) for e in entries] == [(1, 36), (0, 0), (1, 1), (1, 35)]
+    np.testing.assert_allclose(logged(mine), reference, rtol=1e-4)
+    assert logged(mine, "truncated_sequences", "truncated_tokens") == [(1, 36), (0, 0), (1, 1), (1, 35)]
     assert (metrics["total_truncated_sequences"], metrics["total_truncated_tokens"]) == (3, 72)
     assert mine.state.log_history[-1]["total_truncated_tokens"] == 72
 
@@ -189,27 +187,17 @@ def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
     options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 2, "max_steps": 3}
     mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
     metrics = mine.train().metrics
-    found = loss_and_norm(mine)
+    found = logged(mine)
     assert found[0] == found[2] == (0.0, 0.0)
     assert found[1][0] > 1
     assert (metrics["total_empty_steps"], metrics["total_dropped_sequences"]) == (2, 4)
-
-
-def test_nothing_is_told_of_oversize_where_it_is_an_error(alone_metrics):
-    assert not any(word in name for name in alone_metrics for word in ("dropped", "truncated", "empty"))
-
-
-@pytest.fixture
-def alone_metrics(tmp_path):
-    mine = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1)
-    return [*mine.train().metrics, *mine.state.log_history[0]]
 
 
 def test_a_model_whose_sequences_compete_is_refused_with_the_part(tmp_path):
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 2}
     model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(expert_capacity=4, **sizes))
     with pytest.raises(InputError, match=r"compete: it gives each expert a limited number of tokens \(decoder\.block"):
-        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
+        Trainer(model, quiet(tmp_path, packing_capacity=8192))
 
 
 class Unaware(torch.nn.Module):
@@ -222,7 +210,7 @@ class Unaware(torch.nn.Module):
 def test_a_model_of_ones_own_that_names_no_lengths_is_refused(tmp_path):
     message = r"see each other: Unaware\.forward names no cu_seq_lens_q, so it would take a packed row for one sequence \(Unaware\)\. Leave packing_capacity out"
     with pytest.raises(InputError, match=message):
-        Trainer(Unaware(), TrainingArguments(str(tmp_path), packing_capacity=8192, use_cpu=True, report_to=[]))
+        Trainer(Unaware(), quiet(tmp_path, packing_capacity=8192))
 
 
 def test_one_list_says_which_attentions_are_padding_free():
@@ -241,44 +229,28 @@ def test_a_learned_prompt_is_refused_in_words_of_its_own(tmp_path):
     model = get_peft_model(packing_script.make_model("llama"), config)
     message = r"a learned prompt cannot be packed: .* \(PeftModelForCausalLM\): expected an adapter in the layers .*, such as LoRA"
     with pytest.raises(InputError, match=message):
-        Trainer(model, TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[]))
+        Trainer(model, quiet(tmp_path, packing_capacity=64))
 
 
 @pytest.mark.regression
 def test_a_learned_prompt_without_packing_is_padded_and_named(tmp_path, caplog):
     """With attention that reads lengths it failed in the first layer: the row is longer than they say."""
-    losses = {}
+    found = {}
     for attention in ("sdpa", "ullage"):
         base = packing_script.make_model("llama")
         base.set_attn_implementation(attention)
         torch.manual_seed(0)
         model = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-        args = TrainingArguments(
-            str(tmp_path), max_steps=2, logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
-            train_sampling_strategy="sequential",
-        )  # fmt: skip
+        args = quiet(tmp_path, max_steps=2, learning_rate=1e-2, train_sampling_strategy="sequential")
         samples = packing_script.make_samples([5, 17, 30, 2, 9, 40, 3, 11] * 2)
         trainer = Trainer(model, args, RaggedCollator(labels_from="input_ids"), samples)
         trainer.train()
-        losses[attention] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses["ullage"] == pytest.approx(losses["sdpa"], rel=1e-5)
+        found[attention] = losses(trainer)
+    assert found["ullage"] == pytest.approx(found["sdpa"], rel=1e-5)
     assert "prompt tuning puts a learned prompt before a whole row" in caplog.text
     row = RaggedCollator(flattened=True)(samples[:3])
     with pytest.raises(InputError, match=r"does not tile the row: expected .*PEFT's prompt tuning"):
         model(**row)
-
-
-def test_packed_training_resumes_exactly(tmp_path):
-    whole = packing_script.make_trainer("recurrent", str(tmp_path / "a"), save_strategy="steps", save_steps=2)
-    whole.train()
-    again = packing_script.make_trainer("recurrent", str(tmp_path / "b"))
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    losses = [
-        {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > 2}
-        for trainer in (whole, again)
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 3
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -286,8 +258,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     message = r"this checkpoint is of another model .*: expected model_type=llama, .* found model_type=ullage_recurrent"
     with pytest.raises(CheckpointError, match=message):
         packing_script.make_trainer("llama", str(tmp_path / "b")).train(str(tmp_path / "a" / "checkpoint-5"))
-    with pytest.raises(CheckpointError, match=r"this is no checkpoint \(.*\): expected a folder, found nothing there"):
-        packing_script.make_trainer("llama", str(tmp_path / "b")).train(resume_from_checkpoint=str(tmp_path / "none"))
 
 
 def test_an_iterable_dataset_is_packed(tmp_path):
@@ -316,8 +286,7 @@ def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
             own = out.loss - model.config.router_aux_loss_coef * out.aux_loss
             expected += float(own) * count / labels
             expected += model.config.router_aux_loss_coef * float(out.aux_loss) * microbatch.numel() / packed.num_tokens
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx([expected], rel=1e-5)
+    assert losses(trainer) == pytest.approx([expected], rel=1e-5)
 
 
 def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
@@ -325,7 +294,7 @@ def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
         transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     )
     question = {"input_ids": [[5, 6, 7], [5, 6]], "attention_mask": [[1, 1, 1], [1, 1]], "label": 0}
-    arguments = TrainingArguments(str(tmp_path), packing_capacity=64, report_to=[], use_cpu=True)
+    arguments = quiet(tmp_path, packing_capacity=64)
     with pytest.raises(InputError, match=r"compares the sequences of a question.*BertForMultipleChoice"):
         Trainer(model, arguments, train_dataset=[question])
     with pytest.raises(InputError, match=r"sample 1, attention_mask.*one entry per token, found a list of 2"):

@@ -1,12 +1,11 @@
 """Packed training gives one process, DDP and ZeRO the same losses, with other numbers of microbatches on each rank."""
 
-import json
 import re
 
 import pytest
 
 from tests.support import packing_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import losses, on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -28,11 +27,6 @@ def alone(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("alone"))
     packed = {name: packing_script.run(name, folder) for name in MODELS}
     return {**packed, "unpacked llama": packing_script.run("llama", folder, **UNPACKED)}
-
-
-def on_two(folder, cases, **extra):
-    torchrun(2, packing_script.__file__, folder, json.dumps(cases), timeout=500, **extra)
-    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def assert_same(result, reference):
@@ -78,7 +72,7 @@ MORE_CASES = {
 
 
 def made_by_two(folder, cases):
-    results = on_two(folder, list(cases.values()))
+    results = on_ranks(2, packing_script, folder, list(cases.values()), timeout=500)
     return {name: [rank[k] for rank in results] for k, name in enumerate(cases)}
 
 
@@ -259,7 +253,8 @@ def test_zero_trains_as_one_process_and_compiles_nothing(alone, pair, more, tmp_
     every, expected = {**CASES, **MORE_CASES}, {**pair, **more}
     odd_cases = [[every[case][0], stage, every[case][2]] for case in odd]
     compiled = tmp_path / "extensions"
-    ranks = on_two(tmp_path, cases + odd_cases, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
+    environment = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(compiled)}
+    ranks = on_ranks(2, packing_script, tmp_path, cases + odd_cases, timeout=500, **environment)
     assert not compiled.exists()
     for case, result in zip(odd, ranks[0][len(cases) :]):
         assert result["losses"] == pytest.approx(expected[case][0]["losses"], rel=1e-5)
@@ -273,16 +268,13 @@ def test_packing_changes_no_loss(alone, tmp_path):
     """However the step is cut into microbatches: capacity for two sequences, for all, and no packing at all."""
     for name in MODELS:
         for options in ({"packing_capacity": 1000}, {"packing_capacity": None}, {"packing_capacity": 128, **ARRIVAL}):
-            other = packing_script.run(name, str(tmp_path), **options) if options["packing_capacity"] else None
-            if other is None:
-                trainer = packing_script.make_trainer(name, str(tmp_path), **options)
-                trainer.train()
-                losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            else:
-                losses = other["losses"]
-            assert losses == pytest.approx(alone[name]["losses"], rel=1e-5)
+            trainer = packing_script.make_trainer(name, str(tmp_path), **options)
+            trainer.train()
+            assert losses(trainer) == pytest.approx(alone[name]["losses"], rel=1e-5)
 
 
 def test_people_can_watch(alone):
-    watched = set(alone["llama"]["watched"])
+    """And are told nothing of long sequences where one is an error."""
+    watched = {*alone["llama"]["watched"], *alone["llama"]["metrics"]}
+    assert not any(word in name for name in watched for word in ("dropped", "truncated", "empty"))
     assert {"tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "flops_per_second"} <= watched

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from tests.support.launch import torchrun
+from tests.support.small_runs import quiet
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import (
@@ -149,19 +150,25 @@ def chosen(logits, labels):
 METRICS = {"tagger": ner, "words": mlm, "llama": clm, "recurrent": clm, "classes": glue}
 
 
-def run(kind, arguments, name, form, folder, **options):
+def make(kind, arguments, name, form, folder, metrics=None, chooses=("words", "llama", "recurrent"), **options):
     torch.manual_seed(0)
     options |= {"label_names": ["labels"]} if name == "recurrent" else {}  # transformers takes shift_labels for one
     trainer = kind(
         MODELS[name]().eval(),
-        arguments(str(folder), per_device_eval_batch_size=3, report_to=[], use_cpu=True, disable_tqdm=True, **options),
+        quiet(folder, arguments, per_device_eval_batch_size=3, **options),
         data_collator=collator(name, form),
-        compute_metrics=METRICS.get(name, lambda p: {}),
-        preprocess_logits_for_metrics=chosen if name in ("words", "llama", "recurrent") else None,
+        eval_dataset=samples(name),
+        processing_class=byte_tokenizer(),
+        compute_metrics=metrics or METRICS.get(name, lambda p: {}),
+        preprocess_logits_for_metrics=chosen if name in chooses else None,
     )
     if name == "recurrent" and kind is transformers.Trainer:
         trainer.data_collator = DataCollatorForTokenClassification(byte_tokenizer())
-    return trainer.predict(samples(name))
+    return trainer
+
+
+def run(kind, arguments, name, form, *rest, **options):
+    return make(kind, arguments, name, form, *rest, **options).predict(samples(name))
 
 
 def assert_same(mine, theirs, *, exactly):
@@ -217,17 +224,9 @@ def test_generated_sequences_are_those_of_transformers(form, tmp_path):
         (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, "padded"),
         (Seq2SeqTrainer, Seq2SeqTrainingArguments, form),
     ):
-        torch.manual_seed(0)
         more = {"packing_capacity": 24} if how.startswith("packed ") else {}
         options = {"predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": 2, **more}
-        trainer = kind(
-            t5().eval(),
-            arguments(str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, **options),
-            data_collator=collator("t5", how),
-            processing_class=byte_tokenizer(),
-            compute_metrics=translation,
-        )
-        results.append(trainer.predict(samples("t5")))
+        results.append(run(kind, arguments, "t5", how, tmp_path, translation, **options))
     theirs, mine = results
     assert_same(mine.predictions, theirs.predictions, exactly=True)
     assert_same(mine.label_ids, theirs.label_ids, exactly=True)
@@ -251,13 +250,7 @@ def test_metrics_batch_by_batch_get_what_transformers_gives_them(form, tmp_path)
 
         options = {"batch_eval_metrics": True, "include_for_metrics": ["inputs"]}
         options |= {"packing_capacity": 14} if how.startswith("packed") else {}
-        torch.manual_seed(0)
-        args = arguments(str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, **options)
-        trainer = kind(
-            MODELS["tagger"]().eval(), args, data_collator=collator("tagger", how), compute_metrics=compute,
-            eval_dataset=samples("tagger"), preprocess_logits_for_metrics=chosen,
-        )  # fmt: skip
-        trainer.evaluate()
+        make(kind, arguments, "tagger", how, tmp_path, compute, chooses=("tagger",), **options).evaluate()
     assert [last for _, last in seen[Trainer]] == [False, False, True]
     for (mine, _), (theirs, _) in zip(seen[Trainer], seen[transformers.Trainer], strict=True):
         assert isinstance(mine.predictions, torch.Tensor)

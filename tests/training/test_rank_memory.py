@@ -16,11 +16,3 @@ def test_counts_tied_parameters_once_and_leaves_step_counts_out():
     held = local_bytes(model, optimizer)
     assert held == LocalBytes(parameters=72, gradients=64, moments=128)
     assert held.total == 264
-
-
-def test_an_optimizer_without_state_holds_nothing():
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert local_bytes(model, optimizer).moments == 0

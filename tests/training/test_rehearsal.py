@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from transformers import BertConfig, BertForQuestionAnswering, BertForTokenClass
 
 from tests.support import story
 from tests.support.launch import torchrun
+from tests.support.small_runs import quiet
 from ullage import InputError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
@@ -26,22 +30,15 @@ def samples(number=8, labels=True):
 
 
 def make_trainer(folder, kind=Trainer, arguments=TrainingArguments, model=BertForTokenClassification, **options: Any):
-    named = ("compute_metrics", "eval_dataset", "train_dataset", "preprocess_logits_for_metrics", "callbacks")
+    named = ("compute_metrics", "eval_dataset", "train_dataset", "callbacks")
     functions = {name: options.pop(name) for name in named if name in options}
     verify = options.pop("packing_verify", True)
     torch.manual_seed(0)
-    args = arguments(
-        str(folder),
-        **{
-            "max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "disable_tqdm": True,
-            "save_strategy": "no", "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, **options,
-        },
-    )  # fmt: skip
+    options = {"per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2, **options}
+    args = quiet(folder, arguments, max_steps=2, **options)
     args.packing_verify = verify
-    return kind(
-        model(BertConfig(**CONFIG)), args, data_collator=RaggedCollator(),
-        **{"train_dataset": samples(), "eval_dataset": samples(), **functions},
-    )  # fmt: skip
+    functions = {"train_dataset": samples(), "eval_dataset": samples(), **functions}
+    return kind(model(BertConfig(**CONFIG)), args, data_collator=RaggedCollator(), **functions)
 
 
 def of_a_list(given):
@@ -79,17 +76,14 @@ class Heard(TrainerCallback):
     def __init__(self):
         self.events = []
 
-    def on_event(self, name, state):
-        self.events.append((name, state.global_step))
-
     def on_prediction_step(self, args, state, control, **_):
-        self.on_event("prediction", state)
+        self.events.append(("prediction", state.global_step))
 
     def on_evaluate(self, args, state, control, **_):
-        self.on_event("evaluate", state)
+        self.events.append(("evaluate", state.global_step))
 
     def on_log(self, args, state, control, **_):
-        self.on_event("log", state)
+        self.events.append(("log", state.global_step))
 
 
 def test_nothing_is_logged_counted_or_drawn(tmp_path):
@@ -151,20 +145,15 @@ def test_a_stream_is_not_consumed(tmp_path):
 # Without labels.
 
 
-class AnsweringMixin:
+class Answering(Trainer):
     """The evaluation of transformers' ``trainer_qa.py``: features without labels, metrics by its own means."""
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         loader = self.get_eval_dataloader(self.eval_dataset if eval_dataset is None else eval_dataset)
         compute_metrics, self.compute_metrics = self.compute_metrics, None
         try:
-            output = self.evaluation_loop(
-                loader,
-                description="Evaluation",
-                prediction_loss_only=True if compute_metrics is None else None,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=metric_key_prefix,
-            )
+            loss_only = True if compute_metrics is None else None
+            output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         finally:
             self.compute_metrics = compute_metrics
         if compute_metrics is None:
@@ -173,10 +162,6 @@ class AnsweringMixin:
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-class Answering(AnsweringMixin, Trainer):
-    pass
 
 
 def places(predictions):
@@ -224,9 +209,6 @@ def test_every_rank_ends_where_one_fails(tmp_path):
 
 
 def main():
-    import os
-    import sys
-
     rank = int(os.environ["RANK"])
 
     def compute(given):
@@ -238,8 +220,8 @@ def main():
     try:
         trainer.train()
     except Exception as error:
-        with open(os.path.join(sys.argv[1], f"said{rank}"), "w") as file:
-            file.write(f"{type(error).__name__}: {error}, step {trainer.state.global_step}")
+        said = f"{type(error).__name__}: {error}, step {trainer.state.global_step}"
+        Path(sys.argv[1], f"said{rank}").write_text(said)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support.launch import environment, full_disk
+from tests.support.small_runs import losses, quiet
 from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training import Trainer as OurTrainer
 from ullage.training.saving.checkpoints import WholeCheckpointMixin, checkpoints_in, require_checkpoint
@@ -39,27 +39,15 @@ class WholeTrainer(WholeCheckpointMixin, Trainer):
     pass
 
 
-def make(folder: Path, cls: type = WholeTrainer, **options):
+def make(folder: Path, cls: type = WholeTrainer, model: type = Line, arguments: type = TrainingArguments, **options):
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
-    options = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, **options}
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to="none",
-        per_device_train_batch_size=4,
-        **options,
-    )
-    return cls(model=Line(), args=arguments, train_dataset=data, eval_dataset=data)
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4, **options}
+    return cls(model=model(), args=quiet(folder, arguments, **options), train_dataset=data, eval_dataset=data)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def test_a_run_leaves_whole_checkpoints_with_trainers_own_files(tmp_path):
@@ -69,27 +57,6 @@ def test_a_run_leaves_whole_checkpoints_with_trainers_own_files(tmp_path):
     for checkpoint in names(tmp_path / "whole"):
         own = set(names(tmp_path / "whole" / checkpoint)) - {"manifest.json"}
         assert sorted(own) == names(tmp_path / "plain" / checkpoint)
-
-
-def test_rotation_and_the_best_checkpoint_name_the_final_place(tmp_path):
-    trainer = make(
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        greater_is_better=True,  # the first evaluation is the best one: training lowers the loss
-        learning_rate=0.05,
-        max_steps=8,
-    )
-    trainer.train()
-    # Trainer keeps the best one and the one to resume from, then drops the latter at the end
-    assert names(tmp_path) == ["checkpoint-2"]
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
-    assert state["best_global_step"] == 2
 
 
 def test_a_failed_save_raises_and_leaves_the_older_checkpoint(tmp_path):

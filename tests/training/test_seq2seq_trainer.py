@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import ullage
+from tests.support.small_runs import logged, quiet
 from ullage.core.errors import InputError
 from ullage.models import (
     RecurrentConfig,
@@ -23,8 +24,7 @@ from ullage.models import (
     RecurrentEncoderDecoderConfig,
     RecurrentForCausalLM,
 )
-from ullage.training import Seq2SeqCollator, Seq2SeqTrainer
-from ullage.training import Seq2SeqTrainingArguments as Seq2SeqPackingArguments
+from ullage.training import Seq2SeqCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 VOCABULARY = 24
 LENGTHS = ((3, 5), (9, 2), (1, 1), (6, 7), (4, 4), (12, 3), (2, 9))
@@ -60,20 +60,15 @@ class _Padding:
 
 
 def _trainer(tmp_path: Path, model: Any = None, collator: Any = None, **arguments: Any) -> Seq2SeqTrainer:
-    options = {
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "ragged_predictions": True,
-        "per_device_train_batch_size": 4,
-    }
-    others = {name: arguments.pop(name) for name in ("compute_metrics", "train_dataset") if name in arguments}
+    options = {"ragged_predictions": True, "per_device_train_batch_size": 4, **arguments}
+    others = {name: options.pop(name) for name in ("compute_metrics",) if name in options}
     return Seq2SeqTrainer(
         model=_model() if model is None else model,
-        args=Seq2SeqPackingArguments(str(tmp_path), **{**options, **arguments}),
+        args=quiet(tmp_path, Seq2SeqTrainingArguments, **options),
         data_collator=Seq2SeqCollator() if collator is None else collator,
-        **{"train_dataset": _samples(), "eval_dataset": _samples(), **others},
+        train_dataset=_samples(),
+        eval_dataset=_samples(),
+        **others,
     )
 
 
@@ -90,16 +85,12 @@ def _token_mean(model: Any) -> float:
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
 @pytest.mark.parametrize("generates", [False, True])
 def test_eval_loss_is_the_token_mean_at_every_batch_size(generates: bool, batch_size: int, tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, predict_with_generate=generates, per_device_eval_batch_size=batch_size)
-    assert trainer.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(trainer.model), abs=1e-6)
-    padded = _trainer(
-        tmp_path,
-        collator=DataCollatorForSeq2Seq(_Padding(), trainer.model),  # pyright: ignore[reportArgumentType]
-        model=trainer.model,
-        predict_with_generate=generates,
-        per_device_eval_batch_size=batch_size,
-    )
-    assert padded.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(trainer.model), abs=1e-6)
+    model: Any = _model()
+    padded = DataCollatorForSeq2Seq(_Padding(), model)  # pyright: ignore[reportArgumentType]
+    options = {"predict_with_generate": generates, "per_device_eval_batch_size": batch_size}
+    for collator in (Seq2SeqCollator(), padded):
+        trainer = _trainer(tmp_path, model, collator, **options)
+        assert trainer.evaluate(max_new_tokens=3)["eval_loss"] == pytest.approx(_token_mean(model), abs=1e-6)
 
 
 @pytest.mark.parametrize("generates", [False, True])
@@ -151,15 +142,8 @@ def test_sources_alone_are_predicted_from(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_generation_are_those_given(tmp_path: Path) -> None:
-    settings = GenerationConfig(
-        max_new_tokens=2,
-        min_new_tokens=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        suppress_tokens=[0],
-    )
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    settings = GenerationConfig(max_new_tokens=2, min_new_tokens=2, suppress_tokens=[0], **ids)
     trainer = _trainer(tmp_path, predict_with_generate=True, generation_config=settings, max_steps=1)
     lengths = {len(row) for row in trainer.predict(_samples()).predictions}  # pyright: ignore[reportArgumentType]
     assert lengths == {3}
@@ -240,32 +224,14 @@ def test_packing_changes_no_loss(tmp_path: Path, capacity: int) -> None:
     """A recurrent encoder-decoder, its pairs in microbatches by the tokens of both: one at a time, and all at once."""
     found = []
     for packing in (None, capacity):
-        options: dict[str, Any] = {
-            "logging_steps": 1,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "packing_capacity": packing,
-        }
-        trainer = Seq2SeqTrainer(
-            model=_model(),
-            args=Seq2SeqPackingArguments(
-                str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **options
-            ),
-            data_collator=Seq2SeqCollator(),
-            train_dataset=_samples(),
-        )
+        trainer = _trainer(tmp_path, max_steps=4, learning_rate=1e-2, packing_capacity=packing)
         trainer.train()
-        entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        found.append([(entry["loss"], entry["grad_norm"]) for entry in entries])
+        found.append(logged(trainer))
     assert np.allclose(found[1], found[0], rtol=1e-5, atol=0)
 
 
 def test_a_pair_over_the_capacity_is_named_and_targets_are_not_cut(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "packing_capacity": 14}
-    data = {"data_collator": Seq2SeqCollator(), "train_dataset": _samples()}
-    trainer = Seq2SeqTrainer(_model(), Seq2SeqPackingArguments(str(tmp_path), **options), **data)
     with pytest.raises(InputError, match="expected at most packing_capacity=14 tokens, found 15"):
-        trainer.train()
-    cut = Seq2SeqPackingArguments(str(tmp_path), packing_oversize="truncate", **options)
+        _trainer(tmp_path, packing_capacity=14).train()
     with pytest.raises(InputError, match="packing_oversize='truncate' would cut targets"):
-        Seq2SeqTrainer(_model(), cut, **data)
+        _trainer(tmp_path, packing_capacity=14, packing_oversize="truncate")

@@ -1,30 +1,27 @@
 """How sequences weigh in the loss of a packed step: what is computed, what is refused, and what the model never sees."""
 
-import json
-
 import datasets
 import pytest
 import torch
 import transformers as hf
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
-from trl import SFTConfig, SFTTrainer
 
 from tests.support import own_losses, packing_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import losses, on_ranks
+from tests.support.trl_cases import tokenizer
+from tests.training import test_losses
+from tests.training.test_losses import SAMPLES, SIZES
 from ullage import InputError, RaggedBatch
 from ullage.attention.heads import loss_shifts
 from ullage.cli.train.folder import deciding_settings
 from ullage.engines.fsdp.model import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
-from ullage.training import RaggedCollator, RaggedTrainerMixin, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.loss.lazy_logits import HeadCall
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_cross_entropy, weighted_token_loss
 from ullage.training.run.beginning import describe_arguments
 
-SIZES = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-LENGTHS = (9, 3, 14, 1, 6, 11)
-SAMPLES = [{"input_ids": [(i * 5 + k) % 20 + 3 for k in range(n)]} for i, n in enumerate(LENGTHS)]
 WEIGHED = [{**sample, "weight": 0.5 * i} for i, sample in enumerate(SAMPLES)]
 
 
@@ -38,29 +35,22 @@ def bert(kind, **options):
     return kind(hf.BertConfig(**QUIET, **SIZES, **options))
 
 
-def trainer(folder, model, samples=SAMPLES, *, kind=Trainer, collator=None, loss=None, **options):
-    options = {
-        "max_steps": 1, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "logging_steps": 1,
-        "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "optim": "sgd",
-        "learning_rate": 0.1, "train_sampling_strategy": "sequential", "packing_capacity": 16,
-        "packing_loss_weighting": "weight", **options,
-    }  # fmt: skip
-    collator = collator or RaggedCollator(labels_from="input_ids")
-    arguments = TrainingArguments(str(folder), **options)
-    return kind(model, arguments, collator, samples, samples, compute_loss_func=loss)
+def trainer(folder, model, samples=SAMPLES, **options):
+    options = {"packing_capacity": 16, "packing_loss_weighting": "weight", **options}
+    return test_losses.trainer(folder, model, samples=samples, **options)
 
 
 def first_loss(mine):
     mine.train()
-    return next(entry["loss"] for entry in mine.state.log_history if "loss" in entry)
+    return losses(mine)[0]
 
 
 @torch.no_grad()
 def by_hand(model, samples, weights):
     """Σ w · mean ÷ Σ w of a causal model, over the sequences that have anything to predict."""
     pairs = [(weight, sample) for weight, sample in zip(weights, samples, strict=True) if len(sample["input_ids"]) > 1]
-    losses = [model(input_ids=ids, labels=ids).loss for ids in (torch.tensor([s["input_ids"]]) for _, s in pairs)]
-    return float(sum(w * loss for (w, _), loss in zip(pairs, losses)) / sum(w for w, _ in pairs))
+    means = [model(input_ids=ids, labels=ids).loss for ids in (torch.tensor([s["input_ids"]]) for _, s in pairs)]
+    return float(sum(w * mean for (w, _), mean in zip(pairs, means)) / sum(w for w, _ in pairs))
 
 
 # The loss.
@@ -84,9 +74,8 @@ def test_weights_come_from_a_field_of_a_list_and_of_a_table_and_the_model_never_
 
 def test_equal_weights_are_the_mean_of_the_sequences_means(tmp_path):
     expected = by_hand(llama(), SAMPLES, [1.0] * 6)
-    assert first_loss(trainer(tmp_path, llama(), packing_loss_weighting="sequence")) == pytest.approx(
-        expected, rel=1e-5
-    )
+    mean = first_loss(trainer(tmp_path, llama(), packing_loss_weighting="sequence"))
+    assert mean == pytest.approx(expected, rel=1e-5)
     alike = [{**sample, "weight": 3} for sample in SAMPLES]  # an integer will do
     assert first_loss(trainer(tmp_path, llama(), alike)) == pytest.approx(expected, rel=1e-5)
 
@@ -199,10 +188,6 @@ class Undivided(Trainer):
     packing_loss = "token_mean"
 
 
-class PackedSFT(RaggedTrainerMixin, SFTTrainer):
-    pass
-
-
 def refused(folder, model, **options):
     with pytest.raises(InputError, match="packing_loss_weighting='weight' cannot be used here") as error:
         trainer(folder, model, WEIGHED, **options)
@@ -210,34 +195,25 @@ def refused(folder, model, **options):
 
 
 def test_losses_that_decide_for_themselves_are_refused_by_name(tmp_path):
-    assert refused(tmp_path, llama(), loss=lambda outputs, labels, num_items_in_batch=None: None).startswith(
-        "compute_loss_func: "
-    )
-    assert refused(tmp_path, llama(), kind=own_losses.Masked).startswith("Masked.compute_loss: a loss of its own")
-    assert refused(tmp_path, llama(), kind=Undivided).startswith("Undivided.packing_loss: a declared loss")
-    assert refused(tmp_path, llama(), label_smoothing_factor=0.1).startswith("label_smoothing_factor: smoothed labels")
+    for options, said in (
+        ({"loss": lambda outputs, labels, num_items_in_batch=None: None}, "compute_loss_func: "),
+        ({"kind": own_losses.Masked}, "Masked.compute_loss: a loss of its own"),
+        ({"kind": Undivided}, "Undivided.packing_loss: a declared loss"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: smoothed labels"),
+    ):
+        assert refused(tmp_path, llama(), **options).startswith(said)
     unknown = "BertForQuestionAnswering: its loss is not known to be a cross-entropy of the logits that it returns"
     assert refused(tmp_path, bert(hf.BertForQuestionAnswering)) == unknown
 
 
 def test_trls_trainers_are_refused(tmp_path):
-    class Arguments(TrainingArguments, SFTConfig):
-        pass
+    from ullage.training.trl import SFTConfig, SFTTrainer
 
-    arguments = Arguments(str(tmp_path), packing_capacity=32, packing_loss_weighting="sequence", use_cpu=True)
+    arguments = SFTConfig(str(tmp_path), packing_capacity=32, packing_loss_weighting="sequence", use_cpu=True)
     rows = datasets.Dataset.from_list(SAMPLES)
-    with pytest.raises(
-        InputError, match=r"packing_loss_weighting='sequence' cannot be used here \(SFTTrainer.compute_loss\)"
-    ):
-        PackedSFT(llama(), arguments, RaggedCollator(labels_from="input_ids"), rows, processing_class=_tokenizer())
-
-
-def _tokenizer():
-    from tokenizers import Tokenizer, models
-
-    words = {f"w{i}": i for i in range(23)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return hf.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w0")
+    message = r"packing_loss_weighting='sequence' cannot be used here \(.*SFTTrainer.compute_loss\)"
+    with pytest.raises(InputError, match=message):
+        SFTTrainer(llama(), arguments, RaggedCollator(labels_from="input_ids"), rows, processing_class=tokenizer())
 
 
 def test_without_a_capacity_it_is_refused(tmp_path):
@@ -261,10 +237,10 @@ def test_the_source_tells_which_losses_are_plain():
     switch = hf.SwitchTransformersConfig(num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, **pair)
     prophet = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_encoder_layers": 1, "num_decoder_layers": 1}
     heads = {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
-    assert kind_of_loss(llama()) == "token"
-    assert kind_of_loss(packing_script.make_model("mixtral")) == "token"
-    assert kind_of_loss(packing_script.make_model("recurrent")) == "token"
-    assert kind_of_loss(bert(hf.BertForMaskedLM)) == "token"
+    distil = hf.DistilBertForMaskedLM(hf.DistilBertConfig(dim=8, hidden_dim=8, n_layers=1, n_heads=2))
+    plain = [llama(), distil, bert(hf.BertForMaskedLM), bert(hf.BertForTokenClassification)]
+    plain += [*map(packing_script.make_model, ("mixtral", "recurrent"))]
+    assert [kind_of_loss(model) for model in plain] == ["token"] * 6
     assert kind_of_loss(bert(hf.BertForSequenceClassification)) == "sequence"
     assert kind_of_loss(bert(hf.BertForMultipleChoice)) is None
     assert kind_of_loss(SquaredForCausalLM(hf.LlamaConfig(**SIZES))) is None
@@ -273,12 +249,6 @@ def test_the_source_tells_which_losses_are_plain():
     ngrams = hf.ProphetNetConfig(vocab_size=23, hidden_size=8, **prophet, **heads)
     assert kind_of_loss(hf.ProphetNetForConditionalGeneration(ngrams)) is None
     assert kind_of_loss(hf.XLMWithLMHeadModel(hf.XLMConfig(vocab_size=23, emb_dim=8, n_layers=1, n_heads=2))) is None
-    assert (
-        kind_of_loss(hf.DistilBertForMaskedLM(hf.DistilBertConfig(dim=8, hidden_dim=8, n_layers=1, n_heads=2)))
-        == "token"
-    )
-    replaced = bert(hf.BertForTokenClassification)
-    assert kind_of_loss(replaced) == "token"
     other = llama()
     other.loss_function = lambda logits, labels, **kwargs: logits.mean()
     assert kind_of_loss(other) is None
@@ -322,8 +292,7 @@ def test_zero_weighs_sequences_as_one_process_does(tmp_path):
     """Stages 2 and 3, with empty microbatches; DDP is in test_exactness.py."""
     options = {"packing_plan_strategy": "next_fit", "packing_loss_weighting": "sequence", "max_steps": 3}
     alone = packing_script.run("llama", str(tmp_path), **options)
-    torchrun(2, packing_script.__file__, tmp_path, json.dumps([["llama", stage, options] for stage in (2, 3)]))
-    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = on_ranks(2, packing_script, tmp_path, [["llama", stage, options] for stage in (2, 3)])
     assert ranks[0][0]["real"] != ranks[1][0]["real"], "the ranks had equally many microbatches, which shows nothing"
     for found in ranks[0]:
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -333,15 +302,15 @@ def test_zero_weighs_sequences_as_one_process_does(tmp_path):
 
 @pytest.mark.parametrize("weighting", ["sequence", "weight"])
 def test_weighed_labels_run_in_chunks_with_their_head(weighting, tmp_path, monkeypatch):
-    in_chunks, heads, losses = [], [], []
+    in_chunks, heads, found = [], [], []
     run = HeadCall.loss
     monkeypatch.setattr(HeadCall, "loss", lambda self, *args: in_chunks.append(1) or run(self, *args))
     for chunked in (True, False):
         mine = trainer(tmp_path, llama(), WEIGHED, packing_loss_weighting=weighting, packing_chunked_loss=chunked)
-        losses.append(first_loss(mine))
+        found.append(first_loss(mine))
         heads.append(mine.model.lm_head.weight.detach())
         assert len(in_chunks) == 3  # one per microbatch, and none without
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-7)
 
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 from transformers import TrainerCallback, TrainingArguments
 
+from tests.support.small_runs import quiet
 from tests.support.story import Samples
 from ullage.cli.train.process import path_of_environment
 from ullage.core.errors import InputError
@@ -33,8 +34,8 @@ class During(TrainerCallback):
 
 
 def make_trainer(folder, act, **options):
-    options = {"max_steps": 6, "save_steps": 50, "per_device_train_batch_size": 2, **options}
-    arguments = TrainingArguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **options)
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 50, "per_device_train_batch_size": 2, **options}
+    arguments = quiet(folder, TrainingArguments, **options)
     samples = Samples([{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 8)
     model = RecurrentForCausalLM(RecurrentConfig(vocab_size=8, hidden_size=4, **IDS))
     return Trainer(model, arguments, RaggedCollator(), samples, samples, callbacks=[During(act)])

@@ -78,16 +78,6 @@ def test_tokens_and_flops_count_real_tokens(alone):
         assert alone[case]["flos"] == 6 * tokens * parameters
 
 
-def test_predictions_are_those_of_single_samples(tmp_path):
-    trainer = story.make_trainer("ragged", str(tmp_path))
-    output = trainer.predict(trainer.eval_dataset)
-    model = trainer.model.eval()
-    for prediction, sample in zip(output.predictions, trainer.eval_dataset, strict=True):
-        ids = torch.tensor([sample["input_ids"]])
-        alone = model(input_ids=ids, input_lengths=[ids.shape[1]]).logits[0]
-        torch.testing.assert_close(torch.from_numpy(prediction), alone.detach(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_two_processes_train_evaluate_and_predict_as_one(alone, tmp_path):
     options = {
@@ -116,11 +106,13 @@ def test_gradient_accumulation_is_exact(alone, tmp_path):
 
 
 def test_iterable_datasets_and_workers(alone, tmp_path):
-    """On one process an IterableDataset is accelerate's dispatch path, which would tear a PackedSequence apart."""
-    for case in ("all packed", "ragged"):
-        for options in ({"iterable": True}, {"dataloader_num_workers": 2}):
-            result = story.run_case(case, str(tmp_path), options)
-            assert result["eval_loss"] > 0
-            assert len(result["predictions"]) == 13
-            if "iterable" not in options:
-                assert result["losses"] == pytest.approx(alone[case]["losses"], abs=2e-6)
+    """On one process an IterableDataset is accelerate's dispatch path, which would tear a PackedSequence apart.
+
+    Ragged batches of streams: test_streams and test_evaluation.
+    """
+    for options in ({"iterable": True}, {"dataloader_num_workers": 2}):
+        result = story.run_case("all packed", str(tmp_path), options)
+        assert result["eval_loss"] > 0
+        assert len(result["predictions"]) == 13
+        if "iterable" not in options:
+            assert result["losses"] == pytest.approx(alone["all packed"]["losses"], abs=2e-6)

@@ -1,14 +1,12 @@
 """Iterable data under packing: every sample once per epoch on one process and two, and runs that continue exactly."""
 
-import json
-
 import pytest
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import packing_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.training.batches.sampling import divide_exactly
 from ullage.training.evaluator import evaluation_loader
@@ -60,7 +58,7 @@ def test_without_packing_a_run_continues_in_any_epoch(tmp_path):
             "recurrent", str(tmp_path), save_strategy="steps", save_steps=1, **options
         )
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        found.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+        found.append(logged(trainer))
     assert len(found[0]) == 5
     assert found[1] == found[0]
 
@@ -74,8 +72,7 @@ def test_two_processes_read_every_sample_once_and_resume_in_any_epoch(tmp_path):
         cases.append(["recurrent", 0, {**options, "save_strategy": "steps", "save_steps": 8}])
         cases.append(["recurrent", 0, {**options, "resume": "checkpoint-8"}])
     workers = {"data": "split shards", "max_steps": STEPS, "dataloader_num_workers": 2}
-    torchrun(2, packing_script.__file__, tmp_path, json.dumps([*cases, ["recurrent", 0, workers]]), timeout=500)
-    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = on_ranks(2, packing_script, tmp_path, [*cases, ["recurrent", 0, workers]], timeout=500)
     for k, data in enumerate(KINDS):
         for rank in ranks:
             whole, resumed = rank[2 * k : 2 * k + 2]

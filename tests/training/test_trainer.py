@@ -10,12 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, defau
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging as hf_logging
 
-import ullage.training
 from tests.support import story
+from tests.support.small_runs import logged, quiet
 from ullage import InputError, RaggedBatch, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import PackedSequenceCollator, RaggedCollator, RaggedTrainerMixin, Trainer
-from ullage.training import TrainingArguments as OurArguments
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -26,8 +25,7 @@ def language_model(**options):
 
 
 def arguments(folder, **options):
-    defaults = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    return TrainingArguments(str(folder), **{**defaults, **options})
+    return quiet(folder, TrainingArguments, **{"max_steps": 2, **options})
 
 
 def trainer(folder, model, samples, evaluation=None, collator=None, **options):
@@ -41,35 +39,35 @@ def trainer(folder, model, samples, evaluation=None, collator=None, **options):
 
 
 class Tiny(nn.Module):
-    """A model of a user's own; its forward is set by each test."""
+    """A model of a user's own."""
 
-    def __init__(self, forward=None):
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(1, 1)
         self.config = None
 
-    def get_loss(self, x, y):
-        return nn.functional.mse_loss(self.layer(x), y)
+    def outputs(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.layer(x), y), "out": self.layer(x)}
 
 
 class TargetNamed(Tiny):
     def forward(self, x, target=None):
-        return {"loss": self.get_loss(x, target), "out": self.layer(x)}
+        return self.outputs(x, target)
 
 
 class SwallowsAll(Tiny):
     def forward(self, x, **kw):
-        return {"loss": self.get_loss(x, kw["y"]), "out": self.layer(x)}
+        return self.outputs(x, kw["y"])
 
 
 class AuxLabels(Tiny):
     def forward(self, x, labels=None, aux_labels=None):
-        return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+        return self.outputs(x, labels)
 
 
 class LabelSmoothing(Tiny):
     def forward(self, x, labels=None, label_smoothing=0.0):
-        return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+        return self.outputs(x, labels)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def stack(samples):
 def test_a_compiled_model_evaluates_without_being_told(tmp_path):
     class Labelled(Tiny):
         def forward(self, x, labels=None):
-            return {"loss": self.get_loss(x, labels), "out": self.layer(x)}
+            return self.outputs(x, labels)
 
     samples = [{"x": np.float32([i]), "labels": np.float32([i])} for i in range(4)]
     compiled = torch.compile(Labelled(), backend="eager")
@@ -172,10 +170,7 @@ def test_a_step_in_which_no_label_counts_is_one_of_zero_loss_as_in_transformers(
     theirs.train()
     mine = trainer(tmp_path, tiny_llama(), SOME_MASKED, collator=RaggedCollator(), **options)
     metrics = mine.train().metrics
-    expected, found = (
-        [(e["loss"], e["grad_norm"], e["learning_rate"]) for e in each.state.log_history if "loss" in e]
-        for each in (theirs, mine)
-    )
+    expected, found = (logged(each, "loss", "grad_norm", "learning_rate") for each in (theirs, mine))
     assert found[1][:2] == (0.0, 0.0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for one, other in zip(mine.model.parameters(), theirs.model.parameters()):
@@ -226,15 +221,11 @@ def test_what_a_loss_has_beside_its_labels_counts_in_a_step_without_them(tmp_pat
 
 def test_a_step_without_labels_ends_the_run_if_asked_to(tmp_path):
     def told(empty_step):
-        asked = OurArguments(
-            str(tmp_path), empty_step=empty_step, report_to=[], disable_tqdm=True, save_strategy="no",
-            per_device_train_batch_size=2, **IN_ORDER,
-        )  # fmt: skip
+        asked = quiet(tmp_path, empty_step=empty_step, per_device_train_batch_size=2, **IN_ORDER)
         Trainer(language_model(), asked, RaggedCollator(), train_dataset=SOME_MASKED).train()
 
-    with pytest.raises(
-        TrainingError, match=r"no label counts in this step \(step 2, field 'labels'\).*empty_step='warn'"
-    ):
+    message = r"no label counts in this step \(step 2, field 'labels'\).*empty_step='warn'"
+    with pytest.raises(TrainingError, match=message):
         told("error")
     with pytest.raises(InputError, match=r"no such empty_step: expected 'warn' or 'error', found 'ignore'"):
         told("ignore")
@@ -259,36 +250,6 @@ def test_a_model_that_cannot_tell_sequences_apart_is_refused(tmp_path):
     mine = trainer(tmp_path, Blind(story.StoryConfig()), story.make_samples(4), collator=RaggedCollator())
     with pytest.raises(InputError, match=r"cannot tell the sequences of a RaggedBatch apart \(Blind.forward\)"):
         mine.train()
-
-
-def test_metrics_see_sequences_of_true_length_in_order(tmp_path):
-    seen = {}
-
-    def compute_metrics(p):
-        seen["predictions"], seen["labels"] = p.predictions, p.label_ids
-        return {"accuracy": np.mean([np.mean(a.argmax(-1) == b) for a, b in zip(p.predictions, p.label_ids)])}
-
-    samples = story.make_samples(13, 3)
-    mine = Trainer(
-        story.LengthsTagger(story.StoryConfig()),
-        OurArguments(str(tmp_path), per_device_eval_batch_size=4, ragged_predictions=True, report_to=[]),
-        data_collator=RaggedCollator(),
-        eval_dataset=samples,
-        compute_metrics=compute_metrics,
-    )
-    assert 0 <= mine.evaluate()["eval_accuracy"] <= 1
-    assert [labels.tolist() for labels in seen["labels"]] == [s["labels"] for s in samples]
-    assert [p.shape for p in seen["predictions"]] == [(len(s["input_ids"]), story.VOCAB) for s in samples]
-
-
-def test_logs_tell_real_tokens_per_second_and_padding(tmp_path):
-    samples = [{"input_ids": [3] * 9}, {"input_ids": [4]}]
-    mine = trainer(tmp_path, language_model(), samples, per_device_train_batch_size=2, logging_steps=1)
-    mine.train()
-    entries = [entry for entry in mine.state.log_history if "loss" in entry]
-    assert [entry["padding_computed"] for entry in entries] == [0.0] * 2  # the model takes one row
-    assert mine.state.log_history[-1]["padding_avoided"] == round(1 - 10 / 18, 4)
-    assert all(entry["tokens_per_second"] > 0 for entry in entries)
 
 
 def test_preparing_a_batch_leaves_the_callers_own_alone(tmp_path):
@@ -317,35 +278,32 @@ class Tokenizer:
 PADDED = [{"input_ids": [3, 4, 5, 0, 0], "labels": [3, 4, 5, 5, 5]}, {"input_ids": [6, 7, 8, 9, 0], "labels": [6] * 5}]
 
 
+def counting(folder, processing_class, **options):
+    def collate(samples):
+        return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+    args = arguments(folder, max_steps=1, **options)
+    mine = Trainer(language_model(), args, collate, PADDED, processing_class=processing_class)
+    mine.args.per_device_train_batch_size = 2
+    return mine
+
+
 @pytest.mark.parametrize(("processing_class", "number"), [(Tokenizer(), 7), (None, 10)])
 def test_tokens_without_a_mask_are_what_is_not_the_tokenizers_padding(tmp_path, processing_class, number, caplog):
     hf_logging.warning_once.cache_clear()  # another test may have been warned of it
-    mine = Trainer(
-        language_model(),
-        arguments(tmp_path, max_steps=1, include_num_input_tokens_seen="non_padding", logging_steps=1),
-        data_collator=lambda samples: {name: torch.tensor([s[name] for s in samples]) for name in samples[0]},
-        train_dataset=PADDED,
-        processing_class=processing_class,
-    )
-    mine.args.per_device_train_batch_size = 2
+    mine = counting(tmp_path, processing_class, include_num_input_tokens_seen="non_padding")
     mine.train()
     assert mine.state.num_input_tokens_seen == number
-    logged = next(entry for entry in mine.state.log_history if "loss" in entry)
-    assert logged["padding_computed"] == pytest.approx(1 - number / 10)
+    ((computed,),) = logged(mine, "padding_computed")
+    assert computed == pytest.approx(1 - number / 10)
     told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.batches.reading"]
     expected = [] if processing_class else ["padding cannot be told from tokens, so all count as tokens"]
     assert [message.partition(":")[0] for message in told] == expected
 
 
 def test_true_counts_all_tokens_also_where_the_arguments_got_it_late(tmp_path):
-    mine = Trainer(
-        language_model(),
-        arguments(tmp_path, max_steps=1),
-        data_collator=lambda samples: {name: torch.tensor([s[name] for s in samples]) for name in samples[0]},
-        train_dataset=PADDED,
-        processing_class=Tokenizer(),
-    )
-    mine.args.per_device_train_batch_size, mine.args.include_num_input_tokens_seen = 2, True
+    mine = counting(tmp_path, Tokenizer())
+    mine.args.include_num_input_tokens_seen = True
     mine.train()
     assert mine.state.num_input_tokens_seen == 10
 
@@ -366,7 +324,7 @@ def test_a_step_is_divided_by_the_number_that_transformers_takes(tmp_path, n_gpu
 
 
 def test_packing_wants_a_process_per_gpu(tmp_path):
-    args = ullage.training.TrainingArguments(str(tmp_path), packing_capacity=64, use_cpu=True, report_to=[])
+    args = quiet(tmp_path, packing_capacity=64)
     assert args.device.type == "cpu"
     args._n_gpu = 2
     with pytest.raises(InputError, match=r"found 2 in one process.*torchrun"):
@@ -422,7 +380,6 @@ def test_a_causal_loss_not_named_so_is_not_scaled(tmp_path):
         pass
 
     Ours.__module__ = "a_users_script"
-    torch.manual_seed(0)
     samples = [{"input_ids": s["input_ids"] * 2} for s in story.make_samples(4)]
     losses = {}
     for kind in (RecurrentForCausalLM, Ours):

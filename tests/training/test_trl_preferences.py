@@ -1,6 +1,6 @@
 """TRL's preference trainers packed: what is planned, what is kept together, and TRL's numbers on padded rows."""
 
-import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import trl_preferences
-from tests.support.launch import torchrun
+from tests.support.small_runs import on_ranks
 from ullage import InputError, RaggedBatch
 from ullage.exchange import materialize
-from ullage.planning import TransformerCost
+from ullage.planning import TransformerCost, plan
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.step.packing import StepPlanner
@@ -90,9 +90,6 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
         whole = len(step.plan.order)
     else:
         together = loss.planned_lengths(ragged.layout.lengths, capacity, "drop")
-        from dataclasses import replace
-
-        from ullage.planning import plan
 
         limits = {"ranks": ranks, "capacity": capacity, "strategy": strategy, "oversize": "drop"}
         made = plan(together, keep_together=loss.groups(len(ragged)), **limits)
@@ -231,11 +228,7 @@ DPO_LOSSES = [
 @pytest.mark.parametrize(
     "options",
     [
-        {
-            "loss_type": DPO_LOSSES,
-            "loss_weights": [0.5 + k / 8 for k in range(len(DPO_LOSSES))],
-            "label_smoothing": 0.1,
-        },
+        {"loss_type": DPO_LOSSES, "loss_weights": [0.5 + k / 8 for k in range(12)], "label_smoothing": 0.1},
         {"use_weighting": True, "ld_alpha": 0.5},
         {"precompute_ref_log_probs": True},
         {"lora": True, "gradient_checkpointing": True},
@@ -312,8 +305,7 @@ def test_two_processes_train_as_they_do_on_padded_rows(tmp_path):
         for label, (name, options) in packed.items()
     }
     zero = {"dpo zero padded": padded.pop("dpo zero padded"), "dpo zero": packed["dpo zero"]}
-    torchrun(2, trl_preferences.__file__, tmp_path, json.dumps({**padded, **packed, **zero}), timeout=280)
-    ranks = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = on_ranks(2, trl_preferences, tmp_path, {**padded, **packed, **zero}, timeout=280)
     for label in packed:
         for rank in ranks:
             assert_same(rank[label], rank[f"{label} padded"])

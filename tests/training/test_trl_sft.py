@@ -1,6 +1,5 @@
 """TRL's SFT packed: whatever TRL makes of the data, and whichever loss it takes, the numbers are those it has unpacked."""
 
-import json
 import subprocess
 import sys
 
@@ -9,7 +8,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from tests.support import trl_cases
-from tests.support.launch import environment, torchrun
+from tests.support.launch import environment
+from tests.support.small_runs import logged, losses, on_ranks
 from tests.support.trl_cases import make_sft, outcome, text
 from ullage import InputError
 
@@ -99,8 +99,7 @@ def train(data, options, more, folder, **packing):
     more = {"processing_class": trl_cases.tokenizer(), **more}
     more["processing_class"].chat_template = TEMPLATE
     trainer = make_sft("llama", folder, data=data, mixed=bool(packing), more=more, **options, **packing)
-    logged, evaluated = outcome(trainer)
-    return logged, evaluated, trainer
+    return *outcome(trainer), trainer
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,8 +110,7 @@ def test_losses_and_metrics_are_those_of_trl_unpacked(name, tmp_path):
     found, evaluation, trainer = train(make(), options, more, tmp_path, **PACKED)
     assert len(found) == len(expected) == 3
     assert trainer._packer.options is not None
-    for mine, one in zip([*found, evaluation], [*expected, expected_evaluation], strict=True):
-        assert {key: mine[key] for key in one} == pytest.approx(one, rel=2e-6, abs=1e-9)
+    assert_alike([*found, evaluation], [*expected, expected_evaluation], 2e-6)
     assert len({entry["loss"] for entry in expected}) == 3
 
 
@@ -153,29 +151,29 @@ def assert_alike(found, expected, rel):
 
 @pytest.fixture(scope="module")
 def unwrapped(tmp_path_factory):
-    """TRL's own trainer on one process, with and without adapters."""
-    folder = tmp_path_factory.mktemp("trl")
-    return {lora: [*outcome(make_sft("llama", folder, mixed=False, lora=lora))] for lora in (False, True)}
+    """What TRL's own trainer logs on one process, and evaluates last, with and without adapters."""
+    folder, found = tmp_path_factory.mktemp("trl"), {}
+    for lora in (False, True):
+        steps, evaluated = outcome(make_sft("llama", folder, mixed=False, lora=lora))
+        found[lora] = [*steps, evaluated]
+    return found
 
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_wrapped_model_trains_as_trl_trains_it_unpacked(unwrapped, name, tmp_path):
-    logged, evaluated = unwrapped[WRAPPED[name].get("lora", False)]
     found = trl_cases.run("llama", tmp_path, **WRAPPED[name], **{**PACKED, "packing_capacity": 16})
-    assert_alike([*found["logged"], found["evaluated"]], [*logged, evaluated], 2e-6)
+    assert_alike([*found["logged"], found["evaluated"]], unwrapped[WRAPPED[name].get("lora", False)], 2e-6)
 
 
 @pytest.mark.distributed
 def test_two_processes_train_a_wrapped_model_as_trl_on_one(unwrapped, tmp_path):
     packed = {**PACKED, "packing_capacity": 16}
     cases = {name: ["llama", {**options, **packed}] for name, options in SHARDED.items()}
-    torchrun(2, trl_cases.__file__, tmp_path, json.dumps(cases), timeout=300)
-    for rank in (0, 1):
-        results = json.loads((tmp_path / f"results{rank}.json").read_text())
+    for results in on_ranks(2, trl_cases, tmp_path, cases, timeout=300):
         for name, found in results.items():
-            logged, evaluated = unwrapped[SHARDED[name].get("lora", False)]
             rel = 1e-5 if SHARDED[name]["stage"] else 2e-6  # float32 under ZeRO
-            assert_alike([*found["logged"], found["evaluated"]], [*logged, evaluated], rel)
+            expected = unwrapped[SHARDED[name].get("lora", False)]
+            assert_alike([*found["logged"], found["evaluated"]], expected, rel)
 
 
 def ready(folder, data=None, model=None, **options):
@@ -208,13 +206,11 @@ def test_the_ready_trainer_trains_packed_by_trls_defaults_and_resumes(tmp_path):
     assert trainer.args.bf16
     assert trainer.args.gradient_checkpointing
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     again = ready(tmp_path, packing_capacity=26, max_steps=2, save_strategy="no", logging_steps=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    resumed = [entry for entry in again.state.log_history if "loss" in entry]
-    assert [entry["loss"] for entry in resumed] == losses
-    assert all(entry["entropy"] > 3 for entry in resumed)
+    assert losses(again) == losses(trainer)
+    assert all(entropy > 3 for (entropy,) in logged(again, "entropy"))
 
 
 @pytest.mark.parametrize("name", ["packing", "eval_packing"])
@@ -229,12 +225,12 @@ def test_rows_of_several_sequences_are_taken_apart(tmp_path):
     rows = [{"input_ids": [5, 6, 7, 8, 9, 4], "labels": [5, 6, 7, 8, 9, 4], "seq_lengths": [2, 1, 3]}] * 4
     alone = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7], [8, 9, 4])] * 4
     options = {**UNPREPARED, "max_steps": 1, "packing_capacity": 8, "logging_steps": 1}
-    losses = []
+    found = []
     for data, size in ((rows, 4), (alone, 12)):
         trainer = ready(tmp_path, Dataset.from_list(data), per_device_train_batch_size=size, **options)
         trainer.train()
-        losses.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        found += losses(trainer)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_images_are_refused_under_packing(tmp_path):

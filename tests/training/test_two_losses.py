@@ -5,8 +5,9 @@ import torch
 import transformers as hf
 
 from tests.support import packed_models
+from tests.support.small_runs import losses, quiet
 from ullage import InputError, RaggedBatch, pack_model
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 SIZES = {**packed_models.QUIET, **packed_models.SIZES}
 
@@ -17,13 +18,10 @@ def make_samples(second):
 
 
 def train(folder, model, samples):
-    arguments = TrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=4, packing_capacity=40, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
+    arguments = quiet(folder, max_steps=2, per_device_train_batch_size=4, packing_capacity=40)
     trainer = Trainer(model, arguments, data_collator=RaggedCollator(), train_dataset=samples)
     trainer.train()
-    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return losses(trainer)
 
 
 class TwoHeads(hf.BertForTokenClassification):

@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -16,6 +15,8 @@ from transformers import (
 )
 
 from tests.support import own_models
+from tests.support.small_runs import losses, quiet
+from tests.support.verify_script import Meeting
 from ullage.mixers import SequencesMeet, is_packed
 from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
@@ -26,10 +27,6 @@ OPTIONS = {
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
     "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": [],
-    "disable_tqdm": True,
-    "save_strategy": "no",
     "train_sampling_strategy": "sequential",
 }
 
@@ -46,28 +43,12 @@ def llama(**options):
 
 
 def make(folder, model, data=None, *, trainer=Trainer, arguments=TrainingArguments, **options):
-    return trainer(
-        model,
-        arguments(str(folder), **{**OPTIONS, **options}),
-        train_dataset=data or samples(),
-        eval_dataset=data or samples(),
-    )
+    data = data or samples()
+    return trainer(model, quiet(folder, arguments, **{**OPTIONS, **options}), train_dataset=data, eval_dataset=data)
 
 
 def weights(model):
     return torch.cat([each.detach().flatten() for each in model.parameters()])
-
-
-class Meeting(nn.Module):
-    """A part in which all tokens of a call meet, also those of other rows."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden):
-        hidden = self.inner(hidden)
-        return hidden + 0.5 * hidden.mean((0, 1))
 
 
 def meeting():
@@ -102,10 +83,9 @@ def test_a_run_with_the_proof_is_the_run_without_it_to_the_last_bit(kind, tmp_pa
         trainer = make(tmp_path, make_model(), packing_verify=verify, **options)
         with caplog.at_level(logging.INFO, "ullage"):
             trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((losses, weights(trainer.model), trainer._packer.proof.last))
-    (losses, trained, proof), (expected, other, none) = found
-    assert losses == expected
+        found.append((losses(trainer), weights(trainer.model), trainer._packer.proof.last))
+    (mine, trained, proof), (expected, other, none) = found
+    assert mine == expected
     assert torch.equal(trained, other)
     assert proof.passed
     assert not proof.weak
@@ -159,13 +139,12 @@ def test_a_model_of_ones_own_trains_packed_as_it_does_alone(name, tmp_path):
         torch.manual_seed(0)
         model = own_models.LEAKING[name][0]()
         batch = {"packing_capacity": 64} if capacity else {"packing_capacity": None, "per_device_train_batch_size": 1}
-        trainer = make(
-            tmp_path, model.double(), samples(labels), **batch, gradient_accumulation_steps=1 if capacity else 8
-        )
+        batch["gradient_accumulation_steps"] = 1 if capacity else 8
+        trainer = make(tmp_path, model.double(), samples(labels), **batch)
         if capacity is None:
             trainer.data_collator = RaggedCollator()
         trainer.train()
-        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        runs.append(losses(trainer))
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
@@ -189,11 +168,7 @@ def test_evaluation_alone_is_proved_forward(tmp_path):
 
 
 def test_a_part_of_ones_own_that_works_on_tokens_trains_natively(tmp_path, caplog):
-    class Doubled(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
+    class Doubled(Meeting):
         def forward(self, hidden):
             return 2 * self.inner(hidden)
 

@@ -1,0 +1,28 @@
+"""Small runs of a Trainer: their arguments, what they logged, and what a script's ranks wrote."""
+
+import json
+
+from tests.support.launch import torchrun
+from ullage.training import TrainingArguments
+
+
+def quiet(folder, kind=TrainingArguments, **options):
+    """Arguments of a run that reports and saves nothing, and logs each step."""
+    defaults = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return kind(str(folder), **{**defaults, **options})
+
+
+def logged(trainer, *names):
+    """What each step logged: its loss and the norm of its gradient, or the values of these names."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [tuple(entry[name] for name in names or ("loss", "grad_norm")) for entry in entries]
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def on_ranks(number, script, folder, cases, **options):
+    """What each rank of a module's script wrote of these cases; ``options``: those of :func:`torchrun`."""
+    torchrun(number, script.__file__, folder, json.dumps(cases), **options)
+    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in range(number)]
