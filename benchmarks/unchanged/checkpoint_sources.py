@@ -126,8 +126,8 @@ def _muon(folder: Path) -> Path:
     """Muon's momentum: each rank has all of every matrix of which its partition holds an element."""
     import torch
 
-    from tests.checkpoint.test_bad_checkpoints import edit
     from tests.support import real_zero
+    from tests.support.checkpoints import edit
     from ullage import checkpoint
 
     truth = real_zero.write(folder, real_zero.Recipe(stage=2, dp=3, groups=[{"a": (9, 4), "b": (5, 7), "c": (3, 3)}]))

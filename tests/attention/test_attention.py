@@ -213,6 +213,7 @@ def test_padded_training_equals_sdpa(name, side):
     assert_same(*results, 1e-7)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
 def test_generation_equals_sdpa(name, options):

@@ -36,6 +36,7 @@ def alone(model, keywords):
     return torch.cat([model(input_ids=part).logits[0] for part in parts])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family",
     [pytest.param(each, marks=[pytest.mark.slow] * (each not in NAMED)) for each in FAMILIES if each not in UNSEEN],

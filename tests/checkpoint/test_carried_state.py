@@ -1,33 +1,20 @@
 """Optimizer state that is not cut like the weights is carried where that is true, and refused by name where it is not."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_bad_checkpoints import contents, edit, shard
-from tests.support import real_zero
+from tests.support.checkpoints import contents, edit, shard
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 
-GROUPS = [{"embed.weight": (60, 30), "head.weight": (20, 30)}]
+RECIPE = Recipe(stage=2, dp=3, groups=[{"embed.weight": (60, 30), "head.weight": (20, 30)}])
 PARTITION = 800
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=3, groups=GROUPS))
-
-
-@pytest.fixture
-def run(written, tmp_path):
-    shutil.copytree(written.folder, tmp_path / "run")
-    return tmp_path / "run" / written.recipe.tag
 
 
 def change_state(run, change, ranks=(0, 1, 2)):
@@ -104,17 +91,6 @@ def test_adafactors_rms_is_left_out_where_it_differs_and_said(run, tmp_path):
     assert "state RMS differs between ranks; the optimizer computes it again, so it is left out" in report.notes
     held = torch.load(tmp_path / "out" / "zero" / "optimizer_state.pt", weights_only=False)
     assert "RMS" not in held["optimizer_state_dict"]["state"][0]
-
-
-def test_hyperparameters_that_differ_between_ranks_are_refused(run, tmp_path):
-    """As those of an optimizer that estimates its own rate, from its own partition."""
-
-    def drift(content):
-        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.5
-
-    edit(shard(run, 2), drift)
-    with pytest.raises(CheckpointError, match=r"the optimizer's lr differs between ranks.*found 0.5"):
-        checkpoint.convert(run, tmp_path / "out")
 
 
 def test_numbers_of_the_state_are_carried_to_every_format(run, tmp_path):

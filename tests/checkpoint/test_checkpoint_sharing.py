@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tests.checkpoint.test_zero_conversion import assert_is_the_truth
 from tests.support import real_zero
+from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.conversion.journal import Journal

@@ -131,12 +131,14 @@ def test_there_and_back_from_one_process(a, b, one_process, tmp_path):
     assert len(there_and_back(one_process, a, b, tmp_path)["tensors"]) == 21
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_there_and_back_is_the_same(a, b, origin, tmp_path):
     assert len(there_and_back(origin, a, b, tmp_path)["tensors"]) == 26
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",

@@ -43,6 +43,7 @@ def differences(truth, folder):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "sizes", "more"),
     [

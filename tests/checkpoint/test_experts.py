@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.support import real_zero
-from tests.support.real_zero import SENTINEL, Recipe
+from tests.support.checkpoints import assert_is_the_truth, edit, refused, universal
+from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.cli.inspect import inspect
 from ullage.core.errors import CheckpointError
@@ -21,21 +22,7 @@ def recipe(dp, ep, **more):
     return Recipe(dp=dp, ep=ep, groups=[{"w": (5, 7)}, {"b": (3,)}], experts=EXPERTS, **more)
 
 
-def differences(truth, folder):
-    """Every tensor of a universal folder that is not what was written, bit for bit, and every name too many."""
-    held = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
-    found = sorted(held ^ truth.shapes().keys())
-    for name in held & truth.shapes().keys():
-        for key in truth.keys:
-            got = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=True)["param"]
-            if (got == SENTINEL).any() or not torch.equal(got, torch.from_numpy(truth.tensor(name, key))):
-                found.append(f"{name} {key}")
-    return found
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("experts") / "run", recipe(4, 2))
+RECIPE = recipe(4, 2)
 
 
 def test_experts_come_back_under_their_numbers_among_all(written, tmp_path, capsys):
@@ -47,7 +34,7 @@ def test_experts_come_back_under_their_numbers_among_all(written, tmp_path, caps
     cuts = [(g.index, g.ep_rank, g.num_shards) for g in inventory.groups]
     assert cuts == [(0, None, 4), (1, None, 4), (2, 0, 2), (2, 1, 2), (3, 0, 2), (3, 1, 2)]
     checkpoint.convert(inventory, tmp_path / "universal")
-    assert differences(written, tmp_path / "universal") == []
+    assert_is_the_truth(tmp_path / "universal", written)
     assert checkpoint.verify(written.folder, tmp_path / "universal") == []
     inspect(written.folder, as_json=True)
     said = json.loads(capsys.readouterr().out)
@@ -74,100 +61,63 @@ def test_shards_of_experts_are_refused_from_every_format_that_can_hold_them(writ
 # Bad input: one clear error each, and nothing written
 
 
-def _edited(truth, tmp_path, name, edit):
-    folder = tmp_path / "edited"
-    shutil.copytree(truth.tag_folder, folder)
-    content = torch.load(folder / name, weights_only=False)
-    edit(content)
-    torch.save(content, folder / name)
-    return folder
-
-
-def _refusal(folder, tmp_path):
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.convert(folder, tmp_path / "target")
-    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
-    return str(caught.value)
-
-
 EXPERT = "layer_1_expert_5_mp_rank_00_model_states.pt"
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def test_a_missing_expert_is_named(written, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    (folder / EXPERT).unlink()
-    message = _refusal(folder, tmp_path)
-    assert "the file of an expert is missing" in message
-    assert EXPERT in message
+def first_of(content):
+    return next(iter(content))
 
 
-def test_an_expert_of_another_shape_is_named(written, tmp_path):
-    def edit(content):
-        name = next(iter(content))
-        content[name] = torch.zeros(3, 3)
-
-    message = _refusal(_edited(written, tmp_path, EXPERT, edit), tmp_path)
-    assert "the experts of a layer differ in shape" in message
-    assert EXPERT in message
+def cut_by(run, counts):
+    for path in run.glob("zero_pp_rank_*"):
+        edit(
+            path, lambda content: content["optimizer_state_dict"]["partition_count"].__setitem__(slice(2, None), counts)
+        )
 
 
-def test_shapes_that_are_not_those_of_the_files_are_refused(written, tmp_path):
-    def edit(content):
-        shapes = content["param_shapes"][3]
-        shapes[next(iter(shapes))] = torch.Size([3, 5])
-
-    assert "an expert of another shape" in _refusal(_edited(written, tmp_path, MODEL, edit), tmp_path)
-
-
-def test_the_file_of_another_expert_is_refused(written, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    shutil.copy(folder / EXPERT.replace("5", "6"), folder / EXPERT)
-    message = _refusal(folder, tmp_path)
-    assert "the file of an expert holds another one" in message
-    assert EXPERT in message
-
-
-def test_optimizer_files_that_disagree_on_the_cut_are_refused(written, tmp_path):
-    def edit(content):
-        content["optimizer_state_dict"]["partition_count"][3] = 4
-
-    message = _refusal(_edited(written, tmp_path, SHARD, edit), tmp_path)
-    assert "shards disagree on the world size" in message
-    assert SHARD in message
-
-
-@pytest.mark.parametrize("count", [0, 3, 8])
-def test_a_cut_that_does_not_tell_ep_is_refused(written, tmp_path, count):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    for path in folder.glob("zero_pp_rank_*"):
-        content = torch.load(path, weights_only=False)
-        content["optimizer_state_dict"]["partition_count"][2:] = [count, count]
-        torch.save(content, path)
-    message = _refusal(folder, tmp_path)
-    assert "the files do not tell the size of expert parallelism" in message
-    assert "ep_size_2" in message
+DAMAGE = {
+    "a missing expert": (lambda run: (run / EXPERT).unlink(), f"the file of an expert is missing .*{EXPERT}"),
+    "a shape": (
+        lambda run: edit(run / EXPERT, lambda content: content.update({first_of(content): torch.zeros(3, 3)})),
+        f"the experts of a layer differ in shape .*{EXPERT}",
+    ),
+    "shapes of the model states": (
+        lambda run: edit(
+            run / MODEL,
+            lambda content: content["param_shapes"][3].update(
+                {first_of(content["param_shapes"][3]): torch.Size([3, 5])}
+            ),
+        ),
+        "an expert of another shape",
+    ),
+    "another expert": (
+        lambda run: shutil.copy(run / EXPERT.replace("5", "6"), run / EXPERT),
+        f"the file of an expert holds another one .*{EXPERT}",
+    ),
+    "shards that disagree": (
+        lambda run: edit(
+            run / SHARD, lambda content: content["optimizer_state_dict"]["partition_count"].__setitem__(3, 4)
+        ),
+        f"shards disagree on the world size .*{SHARD}",
+    ),
+    "a cut of 0": (lambda run: cut_by(run, [0, 0]), "do not tell the size of expert parallelism.*ep_size_2"),
+    "a cut of 3": (lambda run: cut_by(run, [3, 3]), "do not tell the size of expert parallelism.*ep_size_2"),
+    "a cut of 8": (lambda run: cut_by(run, [8, 8]), "do not tell the size of expert parallelism.*ep_size_2"),
+    "a cut that divides": (lambda run: cut_by(run, [1, 1]), "a rank holds more experts than its share"),
+    "a group of both": (
+        lambda run: edit(run / MODEL, lambda content: content["param_shapes"][2].update(stranger=torch.Size([2]))),
+        "a group holds experts and other parameters",
+    ),
+}
 
 
-def test_a_wrong_cut_that_divides_the_ranks_is_refused(written, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    for path in folder.glob("zero_pp_rank_*"):
-        content = torch.load(path, weights_only=False)
-        content["optimizer_state_dict"]["partition_count"][2:] = [1, 1]
-        torch.save(content, path)
-    assert "a rank holds more experts than its share" in _refusal(folder, tmp_path)
-
-
-def test_a_group_of_experts_and_others_is_refused(written, tmp_path):
-    def edit(content):
-        content["param_shapes"][2]["stranger"] = torch.Size([2])
-
-    assert "a group holds experts and other parameters" in _refusal(_edited(written, tmp_path, MODEL, edit), tmp_path)
+@pytest.mark.parametrize("which", DAMAGE)
+def test_damage_to_experts_is_refused_by_name(run, tmp_path, which):
+    damage, said = DAMAGE[which]
+    damage(run)
+    refused(run, tmp_path / "out", said)
 
 
 @pytest.mark.parametrize(
@@ -178,25 +128,20 @@ def test_a_group_of_experts_and_others_is_refused(written, tmp_path):
         ("layer_7_expert_0_mp_rank_00_model_states.pt", {}, "that the model states do not know"),
     ],
 )
-def test_files_of_other_writers_are_refused_by_name(written, tmp_path, name, content, says):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    torch.save(content, folder / name)
-    message = _refusal(folder, tmp_path)
-    assert says in message
-    assert name in message
+def test_files_of_other_writers_are_refused_by_name(run, tmp_path, name, content, says):
+    torch.save(content, run / name)
+    assert name in str(refused(run, tmp_path / "out", says))
 
 
-def test_empty_optimizer_files_of_old_versions_are_passed_over(written, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(written.tag_folder, folder)
-    torch.save({"optimizer": None}, folder / "expp_rank_0_mp_rank_00_optim_states.pt")
-    assert checkpoint.read(folder).problems() == []
+def test_empty_optimizer_files_of_old_versions_are_passed_over(run):
+    torch.save({"optimizer": None}, run / "expp_rank_0_mp_rank_00_optim_states.pt")
+    assert checkpoint.read(run).problems() == []
 
 
 # Other sizes and layouts
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "ep", "more"),
@@ -219,7 +164,7 @@ def test_layouts(dp, ep, more, tmp_path):
     assert inventory.problems() == []
     assert inventory.written_by.ep == (ep,)
     checkpoint.convert(inventory, tmp_path / "universal")
-    assert differences(truth, tmp_path / "universal") == []
+    assert_is_the_truth(tmp_path / "universal", truth)
 
 
 REPLICATED = [r".*gate.*", r"^[wb]$", r".*\.one$"]
@@ -240,7 +185,7 @@ def test_slices_of_experts_are_joined(tmp_path):
     checkpoint.convert(inventory, tmp_path / "universal")
     for name in truth.shapes():
         for key in truth.keys:
-            got = torch.load(tmp_path / "universal" / "zero" / name / f"{key}.pt", weights_only=True)["param"]
+            got = universal(tmp_path / "universal", name, key)
             parts = [torch.from_numpy(truth.tensor(name, key, rank)) for rank in range(2)]
             whole = any(re.match(pattern, name) for pattern in REPLICATED)
             cut = 1 if name.startswith("second") and name.endswith(".w") else 0

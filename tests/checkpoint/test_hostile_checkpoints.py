@@ -19,41 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.test_bad_checkpoints import contents, edit, shard
-from tests.support import real_zero
+from tests.support.checkpoints import describe, edit, refused, shard
+from tests.support.checkpoints import model_states as model
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.regression
 
-GROUPS = [{"embed.weight": (12, 5), "head.weight": (7, 5)}]
 EXTRAS = {"frozen": {"base": (6, 5)}, "buffers": {"mean": (5,)}}
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=2, groups=GROUPS, **EXTRAS))
-
-
-@pytest.fixture
-def run(written, tmp_path):
-    shutil.copytree(written.folder, tmp_path / "run")
-    return tmp_path / "run" / written.recipe.tag
-
-
-def model(run):
-    return run / "mp_rank_00_model_states.pt"
-
-
-def refused(run, tmp_path, match, **options):
-    """Reading or converting is refused in one line, and leaves nothing."""
-    before = contents(tmp_path)
-    with pytest.raises((CheckpointError, InputError), match=match) as caught:
-        checkpoint.convert(run, tmp_path / "out", **options)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
-    assert contents(tmp_path) == before
+RECIPE = Recipe(stage=2, dp=2, groups=[{"embed.weight": (12, 5), "head.weight": (7, 5)}], **EXTRAS)
 
 
 # Classes that are not known
@@ -98,6 +73,7 @@ CLIENT_STATE = {
     "numpy scalar": np.float64(0.1),
     "tensor": torch.arange(12.0).reshape(3, 4).t(),
     "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "lr_scheduler": torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [3, 5]).state_dict(),
     "dtype": torch.bfloat16,
     "device": torch.device("cpu"),
 }
@@ -125,17 +101,6 @@ def test_classes_that_are_not_known_are_read_as_stand_ins_and_written_back_as_th
     assert "tests.checkpoint.test_hostile_checkpoints.Settings" in note
     assert "collections" not in note
     assert "torch" not in note
-
-
-def test_a_schedule_of_torchs_own_is_converted(run, tmp_path):
-    """``MultiStepLR`` keeps its milestones in a ``collections.Counter``."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
-    edit(model(run), lambda content: content.update(lr_scheduler=schedule.state_dict()))
-    for format in ("universal", "safetensors", "dcp"):
-        checkpoint.convert(run, tmp_path / format, format=format)
-    slim = tmp_path / "universal" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    assert torch.load(slim, weights_only=False)["lr_scheduler"] == schedule.state_dict()
 
 
 def test_a_module_and_generators_in_the_client_state_do_not_matter_for_weights(run, tmp_path):
@@ -181,7 +146,7 @@ def test_no_module_of_a_file_is_imported(run, tmp_path, monkeypatch):
 
 def test_a_buffer_of_an_unsupported_kind_is_a_problem_and_not_left_out(run, tmp_path):
     edit(model(run), lambda content: content["module"].update(mean=torch.eye(3).to_sparse()))
-    refused(run, tmp_path, r"a tensor of an unsupported kind .*parameter mean.*found sparse_tensor")
+    refused(run, tmp_path / "out", r"a tensor of an unsupported kind .*parameter mean.*found sparse_tensor")
 
 
 def test_what_is_no_tensor_in_the_module_stays_with_the_model_states(run, tmp_path):
@@ -221,11 +186,6 @@ class _Wild:
     [
         (Call(bytearray, 2**31), r"bytearray of int instead of content"),
         (Call(bytes, 2**40), r"bytes of int instead of content"),
-        (Call(eval, "1/0"), r"wants to call builtins.eval"),
-        (Call(getattr, str, "format"), r"wants to call builtins.getattr"),
-        (Call(torch.load, "x"), r"wants to call torch.serialization.load"),
-        (Call(np.load, "x"), r"wants to call numpy.*load"),
-        (Call(shutil.rmtree, "x"), r"wants to call shutil.rmtree"),
         (_Wild((2, 3), (100, 1)), r"a tensor lies outside its file"),
         (_Wild((2,), (1,), 3), r"a tensor lies outside its file"),
         (_Wild((2**40, 2**40), (0, 0)), r"a tensor of shape"),
@@ -235,23 +195,17 @@ class _Wild:
 )
 def test_what_a_program_may_not_ask_for(run, tmp_path, value, said):
     edit(model(run), lambda content: content["module"].update(mean=value))
-    refused(run, tmp_path, said)
+    refused(run, tmp_path / "out", said)
 
 
 def test_a_result_number_that_reserves_gigabytes_is_refused(run, tmp_path):
-    import zipfile
-
-    with zipfile.ZipFile(model(run)) as old:
-        records = {n: old.read(n) for n in old.namelist()}
-    with zipfile.ZipFile(model(run), "w", zipfile.ZIP_STORED) as new:
-        for name, data in records.items():
-            new.writestr(name, b"\x80\x02}r\xff\xff\xff\x7f." if name.endswith("data.pkl") else data)
-    refused(run, tmp_path, r"result number 2147483647 in a program of 9 bytes")
+    describe(model(run), b"\x80\x02}r\xff\xff\xff\x7f.")
+    refused(run, tmp_path / "out", r"result number 2147483647 in a program of 9 bytes")
 
 
 def test_an_expanded_tensor_of_any_size_is_measured_before_it_is_written(run, tmp_path):
     edit(model(run), lambda content: content["module"].update(mean=torch.ones(1).expand(2**44)))
-    refused(run, tmp_path, r"the disk is full .*expected 1407374\d+ bytes free")
+    refused(run, tmp_path / "out", r"the disk is full .*expected 1407374\d+ bytes free")
 
 
 def test_a_description_without_end_is_refused(run, tmp_path):
@@ -260,13 +214,13 @@ def test_a_description_without_end_is_refused(run, tmp_path):
     for _ in range(40):
         doubled = [doubled, doubled]
     edit(model(run), lambda content: content.update(doubled=doubled))
-    refused(run, tmp_path, r"a description repeats itself without end .*mp_rank_00_model_states.pt")
+    refused(run, tmp_path / "out", r"a description repeats itself without end .*mp_rank_00_model_states.pt")
     checkpoint.convert(run, tmp_path / "st", format="safetensors")
     shutil.rmtree(tmp_path / "st")
     endless = []
     endless.append(endless)
     edit(model(run), lambda content: content.update(doubled=endless))
-    refused(run, tmp_path, r"a description contains itself, or nests too deeply")
+    refused(run, tmp_path / "out", r"a description contains itself, or nests too deeply")
 
 
 # Metadata
@@ -337,7 +291,7 @@ def test_malformed_model_states_are_one_line(run, tmp_path, which):
     if said is None:  # nothing is computed with it, and there is none to compare it with
         checkpoint.convert(run, tmp_path / "out")
     else:
-        refused(run, tmp_path, said)
+        refused(run, tmp_path / "out", said)
 
 
 @pytest.mark.parametrize("which", MALFORMED_SHARD)
@@ -345,7 +299,7 @@ def test_malformed_shards_are_one_line(run, tmp_path, which):
     change, said = MALFORMED_SHARD[which]
     for rank in range(2):
         edit(shard(run, rank), lambda content: change(content["optimizer_state_dict"]))
-    refused(run, tmp_path, said)
+    refused(run, tmp_path / "out", said)
 
 
 def test_many_missing_shards_are_counted_and_not_listed_one_by_one(run):
@@ -419,7 +373,7 @@ def test_malformed_metadata_of_dcp_is_one_line(run, tmp_path):
 )
 def test_names_that_cannot_be_files_are_refused_before_anything_is_written(run, tmp_path, name, said):
     edit(model(run), lambda content: content["module"].update({name: torch.ones(3)}))
-    refused(run, tmp_path, said)
+    refused(run, tmp_path / "out", said)
     if name != "\ud800":
         checkpoint.convert(run, tmp_path / "st", format="safetensors")
         assert checkpoint.verify(run, tmp_path / "st") == []

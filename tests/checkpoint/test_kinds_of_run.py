@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_bad_checkpoints import edit
 from tests.support import real_zero
+from tests.support.checkpoints import edit
 from tests.support.real_zero import Recipe
 from tests.support.zero_worker import Job, launch
 from ullage import checkpoint
@@ -56,6 +56,7 @@ def whole(results, kind):
     return truth
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_read_as_its_ranks_hold_it(tmp_path, kind):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_bad_checkpoints import contents, edit
 from tests.support import real_zero
+from tests.support.checkpoints import contents, edit
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.files import torchfile
@@ -99,14 +99,6 @@ def _places(path, data, target):
         files = [torchfile.read_torch_file(path, *place) for place in sorted(found)]
         return [r.offset for f in files for r in [*f.records.values(), *f.others.values()] if r.num_bytes]
     return [data.index(b'"') + 1] if path.suffix == ".json" else [data.index(b"embed.weight"), len(data) // 2]
-
-
-def test_a_weights_only_target_is_not_asked_for_an_optimizer(converted, tmp_path):
-    inventory, _ = converted
-    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
-    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp", optimizer=False)
-    assert checkpoint.verify(inventory, tmp_path / "st") == []
-    assert checkpoint.verify(inventory, tmp_path / "dcp") == []
 
 
 def test_tensors_that_the_source_does_not_have_are_told(converted, tmp_path):

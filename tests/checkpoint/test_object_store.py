@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.checkpoint.test_zero_conversion import assert_is_the_truth
 from tests.support import real_zero
+from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError, InputError

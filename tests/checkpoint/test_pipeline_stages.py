@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.test_bad_checkpoints import contents, edit
 from tests.support import real_zero
+from tests.support.checkpoints import contents, edit
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError

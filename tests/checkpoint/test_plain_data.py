@@ -11,16 +11,15 @@ import pathlib
 import pickle
 import shutil
 import time
-import zipfile
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoint.test_bad_checkpoints import edit, shard
-from tests.checkpoint.test_hostile_checkpoints import Call, model
-from tests.support import real_zero
+from tests.checkpoint.test_hostile_checkpoints import Call
+from tests.support.checkpoints import describe, edit, shard
+from tests.support.checkpoints import model_states as model
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.files.unpickling import Refused, Unpickler
@@ -28,18 +27,7 @@ from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.regression
 
-GROUPS = [{"embed.weight": (12, 5), "head.weight": (7, 5)}]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=2, groups=GROUPS))
-
-
-@pytest.fixture
-def run(written, tmp_path):
-    shutil.copytree(written.folder, tmp_path / "run")
-    return tmp_path / "run" / written.recipe.tag
+RECIPE = Recipe(stage=2, dp=2, groups=[{"embed.weight": (12, 5), "head.weight": (7, 5)}])
 
 
 class Own:
@@ -90,6 +78,17 @@ REFUSED = {
     ),
     "a function of functions": (call("operator", "attrgetter", "x"), "operator.attrgetter"),
     "threads": (call("threading", "Thread"), "threading.Thread"),
+    "eval": (program(Call(eval, "1/0")), "builtins.eval"),
+    "getattr": (program(Call(getattr, str, "format")), "builtins.getattr"),
+    "a loader": (call("torch", "load", "x"), "torch.load"),
+    "a loader of numpy": (program(Call(np.load, "x")), "load"),
+    "a remover": (program(Call(shutil.rmtree, "x")), "shutil.rmtree"),
+    "a name that is not called": (b"cdeepspeed.utils\nlogger\n.", "deepspeed.utils.logger"),
+    "a name from the stack": (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R.", "os.system"),
+    "a rebuilder of lists": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nlist\ncbuiltins\nlist\n)}tR.",
+        "_rebuild_from_type_v2",
+    ),
     "an engine's class": (call("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeedEngine"),
 }
 
@@ -104,7 +103,6 @@ def test_what_is_not_on_the_list_is_refused_by_name(which):
 def plain_data():
     import datetime
 
-    import numpy as np
     from transformers import LlamaConfig
     from transformers.trainer_utils import IntervalStrategy
 
@@ -125,15 +123,6 @@ def test_plain_data_is_read():
     for value in plain_data():
         for protocol in (2, 4, 5):
             Unpickler(pickle.dumps(value, protocol)).load()
-
-
-def rezip(path: Path, data: bytes) -> None:
-    """Put another description into a file of torch.save, with right sums."""
-    with zipfile.ZipFile(path) as old:
-        records = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
-        for name, content in records.items():
-            new.writestr(name, data if name.endswith("data.pkl") else content)
 
 
 HARMFUL = Call(getattr, pathlib.Path, "write_text")
@@ -232,7 +221,7 @@ def test_a_key_costs_no_more_than_its_program(which):
 
 @pytest.mark.parametrize("which", ["a key", "numbers of one hash"])
 def test_every_verb_says_so_in_one_line(run, tmp_path, which):
-    rezip(model(run), SLOW[which])
+    describe(model(run), SLOW[which])
     for verb in (
         checkpoint.read,
         lambda place: checkpoint.convert(place, tmp_path / "out"),

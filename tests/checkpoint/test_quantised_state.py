@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_bad_checkpoints import edit, shard
 from tests.support import real_zero
+from tests.support.checkpoints import edit, shard
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.core import numbers

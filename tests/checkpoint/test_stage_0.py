@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_bad_checkpoints import contents
 from tests.support import real_zero
+from tests.support.checkpoints import contents
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.test_zero_conversion import assert_is_the_truth
 from tests.support import forked, real_zero
+from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 
@@ -41,17 +41,6 @@ def test_a_padding_larger_than_the_last_shard(tmp_path):
     status, output = _convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
     assert status != 0
     assert "must be non-negative" in output
-    checkpoint.convert(truth.folder, tmp_path / "universal")
-    assert_is_the_truth(tmp_path / "universal", truth)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["bf16_optimizer", "stage 1", "stage 2", "stage 3"])
-def test_300_elements_on_64_ranks(stage, tmp_path):
-    dtype = "bf16_optimizer" if stage == "bf16_optimizer" else "bf16"
-    number = int(stage[-1]) if stage != "bf16_optimizer" else 1
-    recipe = Recipe(stage=number, dp=64, dtype=dtype, groups=[{"a": (10, 20), "b": (100,)}, {"c": (70_001,)}])
-    truth = real_zero.write(tmp_path / "run", recipe)
     checkpoint.convert(truth.folder, tmp_path / "universal")
     assert_is_the_truth(tmp_path / "universal", truth)
 

@@ -286,6 +286,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "pp", "world", "options"), CASES)
 def test_what_megatron_saved_is_read(tmp_path, kind, tp, pp, world, options):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.test_bad_checkpoints import edit
 from tests.support import real_zero
+from tests.support.checkpoints import edit
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.core import reading

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import forked, real_zero
+from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import SENTINEL, Recipe
 from ullage import checkpoint
 
@@ -46,23 +47,11 @@ EXTRAS = {
 }
 
 
-def assert_is_the_truth(folder, truth, *, keys=None):
-    """Every state of every parameter in a universal folder equals the truth, in shape and in every bit."""
-    compared = 0
-    for name, shape in truth.shapes().items():
-        for key in keys or truth.keys:
-            found = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=True)["param"]
-            assert tuple(found.shape) == shape
-            assert torch.equal(found, torch.from_numpy(np.asarray(truth.tensor(name, key)))), (name, key)
-            assert not (found == SENTINEL).any()
-            compared += 1
-    assert compared == len(truth.shapes()) * len(keys or truth.keys) > 0
-
-
 QUICK = ("bf16_optimizer dp 3", "stage 1 dp 2 fp16 aligned", "stage 2 dp 4 elastic", "stage 1 dp 2 adafactor")
 QUICK += ("stage 2 dp 3 round robin", "stage 3 dp 3 sub-groups")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
 def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
     truth = real_zero.write(tmp_path / "run", RECIPES[name])
@@ -158,13 +147,6 @@ def test_one_flipped_bit_in_the_target_is_found(tmp_path):
     path.write_bytes(data)
     (problem,) = checkpoint.verify(truth.folder, tmp_path / "universal")
     assert str(problem) == "exp_avg differs in 1 of 21 elements, first in 5 (parameter layers.1.weight)"
-
-
-def test_a_universal_checkpoint_becomes_safetensors(tmp_path):
-    truth = real_zero.write(tmp_path / "run", Recipe(stage=3, dp=2, groups=MODEL))
-    checkpoint.convert(truth.folder, tmp_path / "universal")
-    checkpoint.convert(tmp_path / "universal", tmp_path / "st", format="safetensors")
-    assert checkpoint.verify(truth.folder, tmp_path / "st") == []
 
 
 def test_dcp_loads_into_fsdp2(tmp_path):

@@ -159,8 +159,8 @@ def test_bad_input_is_said_and_nothing_written(
 
 
 def test_8_bit_state_of_an_unknown_form_is_said_by_inspect_and_refused_by_convert(run: Run, tmp_path: Path) -> None:
-    from tests.checkpoint.test_bad_checkpoints import edit
     from tests.checkpoint.test_carried_state import to_8bit
+    from tests.support.checkpoints import edit
 
     written = write(tmp_path / "run", Recipe(stage=2, dp=2, groups=[{"w": (40, 40)}]))
     for rank, path in enumerate(sorted(written.tag_folder.glob("*optim_states.pt"))):

@@ -113,6 +113,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("adds_ends", [False, True], ids=["", "begins with a token of its own"])
 @pytest.mark.parametrize("name", CASES)

@@ -76,6 +76,7 @@ def assert_same(ran, world, name, reference, steps=10):
         assert len(set(rank[name]["losses"])) == steps
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_train_as_a_plain_trainer(ran, kind):
     assert_same(ran, 2, kind, ran[1][0][kind])
@@ -124,6 +125,7 @@ def test_an_engines_checkpoint_is_shown(ran, folder):
     assert replicated.problems() == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["full", "weights", "first", "offloaded"])
 def test_a_model_that_is_built_on_meta_is_the_same_bit_for_bit(ran, name):
     whole = ran[1][0]["full"]

@@ -10,17 +10,13 @@ boundaries found by looking for zeros; ranks computed from global ids; field nam
 Strategy: a pure plan; steps that stand alone; integers as int64; explicit counts in a header; who owns data as a value.
 """
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 import ullage
-from tests.support import exchange_cases as cases
-from tests.support.processes import run, values
 from ullage.datasets import MockSamples
-from ullage.exchange import Lengths, PackedIterator, exchange, materialize, route, shard
+from ullage.exchange import Lengths, PackedIterator, exchange, materialize, shard
 from ullage.ranks import Topology
 
 pytestmark = pytest.mark.regression
@@ -51,45 +47,6 @@ def test_sums_are_exact_beyond_float32_and_count_real_tokens():
     assert step.num_tokens == sum(lengths)
     assert step.sum_squared_lengths == sum(n * n for n in lengths)
     assert sum(batch.layout.size for batch in step.microbatches) == 5 * 9216 + 1024
-
-
-def test_286_real_tokens_are_286_and_not_336():
-    lengths = [33, 65, 7, 90, 91]
-    assert sum(lengths) == 286
-    samples = [{"tokens": torch.arange(n)} for n in lengths]
-    with PackedIterator(samples, global_batch_size=5, capacity=128, pad_to_multiple_of=16) as steps:
-        step = next(steps)
-    assert sum(batch.layout.size for batch in step.microbatches) == 336 > step.num_tokens == 286
-
-
-def test_an_empty_send_is_empty():
-    lengths = Lengths([4, 4], [2, 0, 0])
-    plan = ullage.plan(lengths.lengths, ranks=3, capacity=4)
-    routes = [route(plan, lengths, rank) for rank in range(3)]
-    assert [len(path.sends) for path in routes] == [2, 0, 0]
-    assert sorted(len(path.receives) for path in routes) == [0, 1, 1]
-
-
-def test_samples_may_be_read_again():
-    samples = [MockSamples(n=4, max_length=20)[i] for i in range(4)]
-    before = copy.deepcopy(samples)
-    for _ in range(2):
-        with PackedIterator(samples, global_batch_size=4, capacity=64, pad_to_multiple_of=8) as steps:
-            next(steps)
-    for sample, old in zip(samples, before, strict=True):
-        assert list(sample) == list(old)
-        assert all(torch.equal(sample[name], old[name]) for name in old)
-
-
-def test_both_cu_seqlens_are_there_and_neither_replaces_the_other():
-    [batch] = materialize(
-        ullage.plan([5, 3], ranks=1, capacity=16, pad_to_multiple_of=4),
-        [{"tokens": torch.arange(n)} for n in (5, 3)],
-        0,
-    )
-    order = batch.layout.lengths.tolist()
-    assert batch.layout.cu_seqlens.tolist() == [0, order[0], 8]
-    assert batch.layout.cu_seqlens_padded.tolist() == [0, -(-order[0] // 4) * 4, 12]
 
 
 def test_every_rank_that_holds_the_data_needs_no_group_at_all():
@@ -126,12 +83,3 @@ def test_slicing_needs_no_broadcast_and_keeps_megatron_s_labels_as_they_are():
         real = part["loss_mask"] == 1
         assert torch.equal(part["labels"][real], part["tokens"][real] + 1) or (part["labels"][real] == 0).any()
         assert torch.equal(part.position_ids[real], part["tokens"][real] - 1)
-
-
-def test_a_middle_stage_knows_every_length_and_the_totals():
-    ranks = values(run(cases.whole_topology, 4, {"pp": 4}, "ends", "zigzag"))
-    first, second, third, last = sorted(ranks, key=lambda rank: rank["place"][3])
-    for stage in (second, third, last):
-        assert [step[1:3] for step in stage["steps"]] == [step[1:3] for step in first["steps"]]
-    assert second["fields"] == ["id"]  # what a multi-token-prediction stage asks for
-    assert third["fields"] == []  # and one that asks for nothing still has the layouts: checked on the ranks

@@ -132,6 +132,7 @@ def _check(model: Any, samples: Samples, way: str, dtype: torch.dtype = torch.fl
     assert_gives(model, WAYS[way](samples), _one_by_one(model, samples), tolerance)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("cell", CELLS)
@@ -141,6 +142,7 @@ def test_a_ragged_batch_equals_its_pairs(cell: str, bidirectional: bool, attenti
         _check(model, _samples(), "nested", dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_way_in_equals_one_by_one(attention: str, way: str) -> None:

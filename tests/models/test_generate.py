@@ -83,6 +83,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cell", ["lstm", "mingru"])
@@ -94,6 +95,7 @@ def test_unequal_prompts_equal_single_prompts(cell: str, kind: str, how: str) ->
     assert len({tuple(row) for row in together}) > 1  # the prompt matters
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cell", ["gru", "minlstm"])
@@ -165,6 +167,7 @@ def _scores(model: Any, prompt: Tensor, texts: list[tuple[int, ...]]) -> list[fl
     return [found[text] for text in texts]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_enough_beams_find_the_best_of_all_continuations(kind: str, penalty: float) -> None:

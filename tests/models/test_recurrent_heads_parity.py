@@ -68,6 +68,7 @@ def _way(name: str, samples: Samples, pooling: str) -> Way:
     return keywords, real if pooling == "tokens" else lambda logits: logits
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pooling", [*POOLINGS, "tokens"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_way_into_a_classifier_equals_one_by_one(cell: str, pooling: str) -> None:
@@ -88,6 +89,7 @@ def test_any_lengths_pool_as_one_by_one(lengths: list[int], cell: str, pooling: 
     assert_gives(model, _way("flattened", samples, pooling), _one_by_one(model, samples), 1e-9)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_hidden_and_final_states_come_back_in_the_order_given(cell: str, bidirectional: bool) -> None:

@@ -62,6 +62,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:

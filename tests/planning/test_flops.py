@@ -35,6 +35,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", [[1], [7], [19, 5, 33]])
 def test_forward_flops_are_exact(name: str, lengths: list[int]) -> None:

@@ -19,18 +19,6 @@ def _placed(plan: ullage.Plan) -> list[list[list[int]]]:
     return [[plan.members(m, r).tolist() for r in range(plan.ranks)] for m in range(plan.num_microbatches)]
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "next_fit"])
-@pytest.mark.parametrize("sync", ["microbatch", "step"])
-def test_every_sequence_has_one_place_within_the_capacity(strategy: str, sync: str) -> None:
-    plan = ullage.plan(MIXED, ranks=2, capacity=10, strategy=strategy, sync=sync)
-    assert plan.problems() == []
-    ids = [i for row in _placed(plan) for part in row for i in part]
-    assert sorted(ids) == list(range(len(MIXED)))
-    assert plan.order[plan.inverse].tolist() == list(range(len(MIXED)))
-    outputs = np.array(MIXED)[np.concatenate([np.array(part, int) for row in _placed(plan) for part in row])]
-    assert outputs[plan.inverse].tolist() == MIXED
-
-
 def test_next_fit_keeps_arrival_order() -> None:
     plan = ullage.plan([5, 3, 4, 4, 7, 1], ranks=2, capacity=8, strategy="next_fit")
     assert _placed(plan) == [[[0, 1], [2, 3]], [[4, 5], []]]
@@ -62,25 +50,6 @@ def test_dropped_sequences_are_counted_and_nowhere() -> None:
     assert plan.inverse.tolist()[1] == plan.inverse.tolist()[3] == plan.bins.tolist()[1] == -1
     assert (found.tokens_in, found.num_tokens, found.dropped_tokens, found.num_dropped) == (44, 12, 32, 2)
     assert found.tokens_in == found.num_tokens + found.truncated_tokens + found.dropped_tokens
-
-
-@pytest.mark.parametrize(("pad_to_multiple_of", "longest"), [(1, 10), (4, 8)])
-@pytest.mark.parametrize("oversize", ["error", "truncate", "drop"])
-def test_a_sequence_exactly_as_long_as_the_capacity_stays_as_it_is(
-    oversize: str, pad_to_multiple_of: int, longest: int
-) -> None:
-    plan = ullage.plan(
-        [longest, 3, longest], ranks=2, capacity=10, pad_to_multiple_of=pad_to_multiple_of, oversize=oversize
-    )
-    assert plan.lengths.tolist() == [longest, 3, longest]
-    assert plan.statistics().num_dropped == plan.statistics().num_truncated == 0
-    if oversize == "drop":
-        assert (
-            ullage.plan(
-                [longest + 1, 3], ranks=2, capacity=10, pad_to_multiple_of=pad_to_multiple_of, oversize="drop"
-            ).bins[0]
-            == -1
-        )
 
 
 def test_ranks_that_share_a_microbatch_carry_their_share_of_its_cost() -> None:
@@ -226,15 +195,9 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "message"),
     [
         ({"lengths": [3, -1]}, r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
-        ({"lengths": [3.5]}, r"lengths must be integers \(item 0\): found 3.5"),
-        ({"lengths": [3.0, float("nan")]}, r"lengths must be integers \(item 1\): found nan"),
-        ({"lengths": [[3]]}, r"lengths must have one dimension"),
-        ({"lengths": ["a"]}, r"lengths must be integers"),
-        ({"ranks": 0}, r"ranks must be an integer: expected >= 1, found 0"),
         ({"ranks": 2.0}, r"ranks must be an integer: expected >= 1, found 2.0"),
         ({"ranks": "2"}, r"ranks must be an integer: expected >= 1, found '2'"),
         ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
-        ({"capacity": 0}, r"capacity must be an integer: expected >= 1, found 0"),
         ({"capacity": -8}, r"capacity must be an integer: expected >= 1, found -8"),
         ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of must be an integer: expected >= 1, found 0"),
         ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),

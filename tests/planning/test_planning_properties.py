@@ -75,6 +75,10 @@ def instance(seed: int) -> tuple[np.ndarray, dict]:
 def check_instance(lengths: np.ndarray, options: dict) -> ullage.Plan:
     plan = ullage.plan(lengths, **options)
     assert plan.problems() == []
+    held = [plan.members(m, r) for m, r in np.ndindex(plan.degrees.shape) if r % plan.degree(m, r) == 0]
+    placed = np.sort(np.concatenate([np.zeros(0, np.int64), *held]))
+    assert np.array_equal(placed, np.flatnonzero(plan.bins >= 0))
+    assert np.array_equal(plan.order[plan.inverse[placed]], placed)
     found = plan.statistics()
     assert found.tokens_in == int(lengths.sum()) == found.num_tokens + found.truncated_tokens + found.dropped_tokens
     assert found.num_microbatches >= found.lower_bound

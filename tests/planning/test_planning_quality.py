@@ -52,6 +52,7 @@ SMALL = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("sync", ["microbatch", "step"])

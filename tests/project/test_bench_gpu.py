@@ -89,6 +89,7 @@ def test_parts_of_a_day_are_kept_in_one_file_and_failures_are_not_hidden(tmp_pat
     assert record.failures({"cases": {"a": case("b", left_out="c is not installed"), "d": {"left_out": "e"}}}) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", bench.CASES)
 def test_every_case_is_rehearsed_on_a_cpu(name, tmp_path, monkeypatch):

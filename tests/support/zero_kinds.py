@@ -117,44 +117,6 @@ def plain(job: Job, rank: int) -> dict[str, Any]:
     return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
 
 
-def muon(job: Job, rank: int) -> dict[str, Any]:
-    import deepspeed
-
-    model = Net()
-    for name, p in model.named_parameters():
-        p.use_muon = p.dim() == 2 and "middle" in name
-    config = _config(job) | {
-        "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}}
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
-    )
-    found = _train(engine, job, rank, ("exp_avg", "exp_avg_sq", *(["momentum_buffer"] if job.stage == 3 else [])))
-    if job.stage < 3:
-        # A rank has the whole momentum of each parameter that lies in its partition, one after the other.
-        zero = engine.optimizer
-        names = {id(p): name for name, p in engine.module.named_parameters()}
-        for index, flat in enumerate(zero.single_partition_of_fp32_groups):
-            at, held = 0, zero.optimizer.state[flat].get("momentum_buffer")
-            for p in zero.params_in_partition[index] if held is not None else ():
-                found["truth"][f"{names[id(p)]}/momentum_buffer"] = held[at : at + p.numel()].view(p.shape).clone()
-                at += p.numel()
-    return found
-
-
-def named_optimizer(job: Job, rank: int) -> dict[str, Any]:
-    """The optimizer is DeepSpeed's own, by its name in the configuration."""
-    import deepspeed
-
-    model = Net()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=_config(job), dist_init_required=False
-    )
-    return _train(
-        engine, job, rank, ("exp_avg", "exp_avg_sq"), torch.bfloat16 if "bf16" in job.config else torch.float32
-    )
-
-
 def fp16(job: Job, rank: int) -> dict[str, Any]:
     import deepspeed
 
@@ -240,18 +202,7 @@ def pipeline(job: Job, rank: int) -> dict[str, Any]:
     return {"truth": gathered(engine, ("exp_avg", "exp_avg_sq")), "stage": engine.stage_id}
 
 
-def mics(job: Job, rank: int) -> dict[str, Any]:
-    import deepspeed
-
-    config = _config(job)
-    with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
-        model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
-
-
-KINDS = {f.__name__: f for f in (mics, plain, muon, named_optimizer, fp16, lora, autotp, pipeline)}
+KINDS = {f.__name__: f for f in (plain, fp16, lora, autotp, pipeline)}
 
 
 def run(job: Job, rank: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def pair(tmp_path_factory):
     return on_ranks(2, chunked_script, folder, list(CASES.values()), timeout=300)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)

@@ -135,6 +135,7 @@ SOME = [("causal", each) for each in random.Random(17).sample(model_types("causa
 OTHERS = [("masked", "bert"), ("seq2seq", "t5"), ("recurrent", "lstm")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "name"), ALWAYS + [each for each in SOME if each not in ALWAYS] + OTHERS)
 def test_a_model_has_the_loss_and_the_gradients_of_its_logits(kind, name):
     report = compare(kind, name)

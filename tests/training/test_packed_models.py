@@ -36,6 +36,7 @@ def padded(tmp_path_factory):
     return of
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family",
     [

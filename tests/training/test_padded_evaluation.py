@@ -194,6 +194,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_arrays_are_those_of_transformers(name, form, tmp_path):

@@ -251,6 +251,7 @@ def test_reward_models_are_those_of_padded_rows(tmp_path):
     on_one("Reward", tmp_path, center_rewards_coefficient=0.1)
 
 
+@pytest.mark.matrix
 @slow
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "vespo", "sapo", "luspo"])
 def test_grpo_is_that_of_padded_rows(kind, tmp_path):

@@ -102,6 +102,7 @@ def train(data, options, more, folder, **packing):
     return *outcome(trainer), trainer
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_metrics_are_those_of_trl_unpacked(name, tmp_path):
     make, options, more = CASES[name]

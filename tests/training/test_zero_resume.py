@@ -88,6 +88,7 @@ def test_a_resumed_run_is_the_same_run(sources, tmp_path: Path, loader: str) -> 
     resume(tmp_path, folder, expected, world=1, stage=3, loader=loader)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "stage", "world"),
