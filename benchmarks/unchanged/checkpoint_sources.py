@@ -204,7 +204,8 @@ def _megatron(folder: Path) -> Path:
     from tests.support.hugging_face_shapes import config_of
 
     folder.mkdir(parents=True)
-    for outcome in processes.run(megatron_checkpoints.save, 2, str(folder), "llama", 2, 1, {}, method="fork"):
+    loads = ("torch", "megatron")
+    for outcome in processes.run(megatron_checkpoints.save, 2, str(folder), "llama", 2, 1, {}, loads=loads):
         if "error" in outcome:
             raise RuntimeError(outcome["error"])
     (folder / "config.json").write_text(json.dumps(config_of("llama")))
