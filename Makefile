@@ -49,7 +49,7 @@ quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, co
 # The tests of one room: make test ROOM=planning. Without ROOM, all of them.
 TESTS = $(if $(ROOM),tests/$(ROOM))
 
-test: install  ## the tests, under ten minutes on two cores; ROOM=planning for those of one room
+test: install  ## the tests, under eight minutes on two cores; ROOM=planning for those of one room
 	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadfile -m 'not slow and not gpu' $(PYTEST_ARGS)
 
 test-slow: install  ## the rest of the tests; ROOM= as above

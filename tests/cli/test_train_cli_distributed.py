@@ -12,7 +12,7 @@ from tests.support import save_script
 from tests.support.launch import torchrun
 from tests.support.train_verb import jsonl, losses, record, steps_saved, texts, train_in
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,6 @@ def plain(two):
     return folder, arguments
 
 
-@pytest.mark.slow
 def test_a_run_without_deepspeed_goes_on_under_zero(plain):
     folder, arguments = plain
     zero = ["--zero", 3, "--per_device_train_batch_size", 4, "--resume_from_checkpoint", "plain/checkpoint-3"]
@@ -72,7 +71,6 @@ def test_a_run_without_deepspeed_goes_on_under_zero(plain):
     assert losses(folder / "sharded") == pytest.approx(losses(folder / "plain"), rel=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.regression
 def test_a_new_model_under_zero_3_begins_with_the_weights_of_its_seed(plain):
     folder, arguments = plain
@@ -94,7 +92,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_said_in_one_line_by_one_rank_and_no_process_hangs(two, mistake):
     folder, arguments, _ = two

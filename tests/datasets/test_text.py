@@ -53,6 +53,7 @@ def test_the_corpus_is_of_very_unequal_lengths_and_each_text_is_there_once(corpu
     assert corpus == docstrings()
 
 
+@pytest.mark.slow
 def test_the_corpus_imports_nothing():
     script = (
         "import sys; from ullage.datasets import docstrings; before = set(sys.modules); docstrings();"

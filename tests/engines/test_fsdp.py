@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.fsdp_cases import run_jobs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 #: A key-value head that two ranks of cp have to share.
 FEW = {"num_key_value_heads": 1}
@@ -240,7 +240,6 @@ def references(alone):
     return {**alone, "mixtral": mixtral}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", MANY)
 def test_many_processes_train_as_one(references, world):
     cases = MANY[world]
@@ -249,7 +248,6 @@ def test_many_processes_train_as_one(references, world):
         assert_trained(ranks, k, references[reference])
 
 
-@pytest.mark.slow
 def test_every_layout_goes_on_from_every_other(tmp_path):
     jobs = []
     for k, (before, after, options) in enumerate(LAYOUTS):

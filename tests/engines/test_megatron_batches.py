@@ -7,7 +7,7 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_cases as cases
 from tests.support.processes import run, values
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # tp, pp, cp, virtual stages, form of the samples
 SHAPES = [(1, 1, 1, None, "one"), (2, 1, 2, None, "packed"), (1, 4, 1, None, "one"), (2, 2, 1, 2, "packed")]

@@ -8,6 +8,7 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_every_token_arrives_once_in_worlds_of_one_to_eight_ranks_in_any_order():
     done = values(run(cases.exchange_in_worlds, 8))
     assert sum(done) == 10 * sum(range(1, 9))

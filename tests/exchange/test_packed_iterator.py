@@ -10,7 +10,7 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world):
     count, size = 41, 11
     seen = values(run(cases.iterate, world, count, size, {"pad_to_multiple_of": 4}))
@@ -189,6 +189,7 @@ def test_a_rank_that_stalls_ends_everyone_after_the_timeout_of_the_topology_s_gr
         assert seconds < 4 * timeout
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_the_run_resumes_without_loss(tmp_path):
     timeout, world, victim = 20, 4, 2
     outcomes = run(cases.dies, world, str(tmp_path), victim, 2, timeout=timeout, deaths=[victim])

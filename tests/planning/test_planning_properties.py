@@ -153,6 +153,7 @@ def digest_of_many(seeds: range) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_plans() -> None:
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]; import tests.planning.test_planning_properties as t;"

@@ -330,6 +330,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_sigkill_while_saving_leaves_a_checkpoint_that_training_continues_from(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)

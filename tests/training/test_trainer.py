@@ -77,7 +77,7 @@ class LabelSmoothing(Tiny):
         (SwallowsAll(), "y", r"no parameter of forward is recognised as labels \(forward\(x, kw\)\).*label_names=\['y'\]"),
         (AuxLabels(), "labels", r"taken for labels and is not in the batch \(aux_labels\).*Set label_names=\['labels'\]"),
         (LabelSmoothing(), "labels", r"taken for labels and is not in the batch \(label_smoothing\).*label_names=\['labels'\]"),
-        (torch.compile(TargetNamed()), "target", r"forward\(x, target\).*Set label_names=\['target'\]"),
+        pytest.param(torch.compile(TargetNamed()), "target", r"forward\(x, target\).*Set label_names=\['target'\]", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_evaluate_names_the_parameter_at_fault(tmp_path, model, field, message):
