@@ -16,7 +16,8 @@ what modules import.
 An order: ``arguments`` of ``python``, as a list, or ``call``, a pickled function and its arguments, called with the
 rank first; ``ranks``, how many; ``environment`` and ``directory``; ``loads``, sets of :data:`SETS`;
 ``store``, who holds the store where ranks meet, ``"launcher"`` as under torchrun, ``"rank"`` 0, or None, with which no
-rank hears of another by its environment; ``ends``, ``"together"`` if one rank that fails ends the others as torchrun does, or ``"alone"``.
+rank hears of another by its environment; ``ends``, ``"together"`` if one rank that fails ends the others as torchrun
+does, or ``"alone"``; ``own_logs``, whether the files are input and a log for each rank.
 """
 
 import atexit
@@ -194,7 +195,7 @@ def become(order, rank, store, files):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(order["directory"])
-    own = files if len(files) == 3 else [files[0], *[files[1 + rank]] * 2]
+    own = [files[0], *[files[1 + rank]] * 2] if order.get("own_logs") else files
     for file, number in zip(own, (0, 1, 2)):
         os.dup2(file, number)
     for file in files:
