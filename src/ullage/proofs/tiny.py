@@ -52,6 +52,7 @@ KEPT = re.compile(
 RULES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), value)
     for pattern, value in (
+        (r"type_vocab_size", 4),
         (r".*vocab(_size)?(_.*)?|.*codebook_size", VOCABULARY),
         (r".*(key_value|kv)_heads", 2),
         (r".*mamba_(n|num)_heads|n_mamba_heads", 8),
@@ -108,11 +109,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": 32, "sliding_window": 4},
-    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3},
+    "encoder-decoder": {"decoder_start_token_id": 1},
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3, "pad_token_id": 0},
     "funnel": {"block_sizes": [1, 1]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
@@ -150,6 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
         "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
         "heads_per_ngram": 2,
         "ngram_vocab_size_base": 97,
         "make_ngram_vocab_size_divisible_by": 8,
@@ -336,8 +340,13 @@ def _shrunk(default: PreTrainedConfig) -> PreTrainedConfig:
         elif type(value) is type(declared) and isinstance(value, (bool, float, str)) and value != declared:
             # Set by the configuration that this one is part of.
             values[name] = value
-    if layers and "num_hidden_layers" in entries:
-        values["num_hidden_layers"] = len(layers)
+    if layers:
+        if "num_hidden_layers" in entries:
+            values["num_hidden_layers"] = len(layers)
+        if overrides := _overrides(default):
+            values["per_layer_config"] = {
+                place: _small_overrides(overrides[layer]) for place, layer in enumerate(layers) if layer in overrides
+            }
     _match_heads(values, vars(default))
     # Copied, since configurations change the dictionaries that they are given.
     values.update(copy.deepcopy(settings))
@@ -349,6 +358,13 @@ def _small(name: str, value: Any) -> Any:
     if not isinstance(value, int) or isinstance(value, bool) or KEPT.fullmatch(name):
         return value
     return min(value, next((most for pattern, most in RULES if pattern.fullmatch(name)), WIDTH))
+
+
+def _small_overrides(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries that one layer has of its own, cut; its heads stay wider than those of the other layers."""
+    values = {name: 32 if name == "head_dim" else _small(name, value) for name, value in entries.items()}
+    _match_heads(values, entries)
+    return values
 
 
 def _match_heads(values: dict[str, Any], default: dict[str, Any]) -> None:
@@ -366,6 +382,8 @@ def _kept_layers(default: PreTrainedConfig) -> list[int]:
     if not lists:
         return []
     length = min(map(len, lists))
+    overrides = _overrides(default)
+    lists.append([sorted(overrides.get(layer, ())) for layer in range(length)])
     kept: list[int] = []
     for values in lists:
         seen = {str(values[layer]) for layer in kept}
@@ -375,6 +393,11 @@ def _kept_layers(default: PreTrainedConfig) -> list[int]:
                 kept.append(layer)
     kept.extend(layer for layer in range(length) if layer not in kept and len(kept) < 2)
     return sorted(kept)
+
+
+def _overrides(default: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Entries that single layers have of their own, by layer."""
+    return {int(layer): entry for layer, entry in (default.to_dict().get("per_layer_config") or {}).items()}
 
 
 @torch.no_grad()
