@@ -162,7 +162,7 @@ def write(folder: Path | str, recipe: Recipe) -> Truth:
     from tests.support import processes
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    processes.call(_write, str(folder), asdict(recipe), loads=("torch", "training"))
+    processes.call(_write, str(folder), asdict(recipe), loads=("torch", "training"), timeout=900)
     return Truth(Path(folder), recipe)
 
 
