@@ -37,6 +37,7 @@ READ_AT_IMPORT = (
 READ_LATER = (
     "DS_ACCELERATOR",
     "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",  # which torch itself sets when it compiles
     "PYTHONPATH",
     "PYTHONFAULTHANDLER",
     "PYTHONUNBUFFERED",
