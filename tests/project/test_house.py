@@ -25,8 +25,6 @@ MUTUAL = {frozenset({"ullage", "ullage.cli"})}
 #: Public functions of several modules, where one name is right: a verb is called as the function that it runs, and every
 #: framework has its own way to be installed and asked.
 SHARED = {"audit", "plan", "report", "install", "get_minimum_num_micro_batch_size"}
-#: Those that are left from before the rule. The list only shrinks.
-STILL_SHARED: set[str] = {"is_asked_for"}
 
 
 def rooms():
@@ -69,7 +67,7 @@ def test_a_class_name_belongs_to_one_module():
 
 def test_a_public_function_belongs_to_one_module():
     found = house.doubled_functions(TREE)
-    assert {name: modules for name, modules in found.items() if name not in SHARED | STILL_SHARED} == {}
+    assert {name: modules for name, modules in found.items() if name not in SHARED} == {}
 
 
 def test_a_folder_holds_no_more_than_a_stranger_reads_at_a_glance():

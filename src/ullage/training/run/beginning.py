@@ -23,7 +23,7 @@ from ullage.mixers.at_rest import random_states_kept
 from ullage.ranks.world import agreement, by_rank, gather
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
-from ullage.training.saving.background import is_asked_for
+from ullage.training.saving.background import saves_in_background
 from ullage.training.saving.checkpoints import WholeCheckpointMixin
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.step.packing import Packer
@@ -91,7 +91,7 @@ def collated(
 
 def _require_whole_checkpoints(trainer: object) -> None:
     """Raise ``InputError`` where saves in the background are asked of a trainer that saves as transformers does."""
-    if is_asked_for(getattr(trainer, "args", None)) and not isinstance(trainer, WholeCheckpointMixin):
+    if saves_in_background(getattr(trainer, "args", None)) and not isinstance(trainer, WholeCheckpointMixin):
         raise InputError(
             "this trainer's checkpoints are written by transformers itself",
             where="TrainingArguments.async_save",

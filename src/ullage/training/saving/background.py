@@ -185,7 +185,7 @@ class _Archive:
         self._records.clear()
 
 
-def is_asked_for(arguments: Any) -> bool:
+def saves_in_background(arguments: Any) -> bool:
     """Whether arguments ask for saves in the background."""
     return bool(getattr(arguments, "async_save", False))
 
@@ -214,7 +214,7 @@ class BackgroundSave:
         Collective. Raises ``InputError`` on every rank for a run that cannot be saved so. A failure of the last save
         is raised by :meth:`settle`, not here, where another error may be on its way.
         """
-        if not is_asked_for(self._trainer.args):
+        if not saves_in_background(self._trainer.args):
             yield
             return
         self._require_possible()
