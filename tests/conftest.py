@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support import matrices
+from tests.support import forked, matrices
 from tests.support.locks import remove_abandoned_locks
 
 settings.register_profile("ullage", deadline=None)
@@ -41,6 +41,13 @@ def pytest_collection_modifyitems(config, items):
     items[:], left_out = matrices.part(items, config.option.matrix_seed)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_xdist_setupnodes(config, specs):
+    """The workers are forked from one process with the heavy libraries, as are the processes that tests start."""
+    python = forked.worker_python(config._tmp_path_factory.mktemp("workers"))
+    for spec in specs:
+        spec.python = python
 
 
 def pytest_sessionstart(session):

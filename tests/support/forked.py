@@ -34,6 +34,8 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
     "TRL_",
 )
+#: What pytest's workers find imported.
+WORKERS = ["torch", "training", "trl", "megatron"]
 READ_LATER = (
     "DS_ACCELERATOR",
     "TORCH_EXTENSIONS_DIR",
@@ -43,8 +45,8 @@ READ_LATER = (
     "PYTHONUNBUFFERED",
     "TORCHELASTIC_",
 )
-#: Where a shell's stand-ins find the server: the name of its socket.
-ADDRESS = "TESTS_FORK_SERVER"
+#: Where a shell's stand-ins and pytest's workers find the server: the name of its socket, and its environment.
+ADDRESS, SERVED = "TESTS_FORK_SERVER", "TESTS_FORK_SERVER_ENVIRONMENT"
 
 
 def environment(**extra):
@@ -60,19 +62,38 @@ def environment(**extra):
     }
 
 
-class Server:
+class Served:
+    """A server that another program has started and ends."""
+
+    runs = True
+
+    def __init__(self, address, environment):
+        self.address, self.environment = address, environment
+
+    def start(self, files, **order):
+        """Starts the :class:`Ranks` of an order. ``files``: their input, output and errors, or input and a log each."""
+        wrong = unlike(order["environment"], self.environment)
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: read when libraries are imported, so start a real process")
+        return Ranks(send(self.address, order, files), self.log)
+
+    def log(self):
+        """What the server printed, of its imports."""
+        return "see the log of the program that started it"
+
+
+class Server(Served):
     """A server that runs until its program ends or :meth:`stop` is called; ``extra``: environment variables of it."""
 
     def __init__(self, **extra):
         import atexit
         import subprocess
 
-        self.environment = environment(DS_ACCELERATOR="cpu", **extra)
+        super().__init__(f"@ullage-tests-{os.getpid()}-{id(self)}", environment(DS_ACCELERATOR="cpu", **extra))
         self.environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's import would start one
-        self._address = f"\0ullage-tests-{os.getpid()}-{id(self)}"
         self._log = os.memfd_create("log")
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self._address)
+            listener.bind(self.address.replace("@", "\0"))
             listener.listen(64)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno())],
@@ -81,10 +102,6 @@ class Server:
             )  # fmt: skip
         self._owner = os.getpid()
         atexit.register(self.stop)
-
-    @property
-    def address(self):
-        return self._address.replace("\0", "@")
 
     @property
     def runs(self):
@@ -96,15 +113,7 @@ class Server:
             self._process.wait(60)
             os.close(self._log)
 
-    def start(self, files, **order):
-        """Starts the :class:`Ranks` of an order. ``files``: their input, output and errors, or input and a log each."""
-        wrong = unlike(order["environment"], self.environment)
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: read when libraries are imported, so start a real process")
-        return Ranks(send(self._address, order, files), self.log)
-
     def log(self):
-        """What the server printed, of its imports."""
         return os.pread(self._log, 1 << 20, 0).decode(errors="replace")
 
 
@@ -118,16 +127,16 @@ _server = None
 
 
 def server():
-    """The server of this program, started by the first that asks."""
+    """The server of this program, started by the first that asks; in a worker of pytest's, that of all workers."""
     global _server
     if _server is None or not _server.runs:
-        _server = Server()
+        _server = Served(os.environ[ADDRESS], json.loads(os.environ[SERVED])) if ADDRESS in os.environ else Server()
     return _server
 
 
 def send(address, order, files):
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
+    connection.connect(address.replace("@", "\0"))
     text = json.dumps(order).encode()
     socket.send_fds(connection, [struct.pack("!I", len(text))], files)
     connection.sendall(text)
@@ -223,12 +232,13 @@ class Ranks:
             self._hear(0)
         return self.statuses
 
-    def wait(self, timeout=None):
-        """How each ended; raises ``TimeoutError`` if one runs after ``timeout`` seconds."""
+    def wait(self, timeout=None, ranks=None):
+        """How each ended; raises ``TimeoutError`` if one, of ``ranks`` alone, runs after ``timeout`` seconds."""
         import time
 
         until = None if timeout is None else time.monotonic() + timeout
-        while None in self.poll():
+        ranks = range(len(self.pids)) if ranks is None else ranks
+        while any(self.poll()[rank] is None for rank in ranks):
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
@@ -236,14 +246,13 @@ class Ranks:
         return self.statuses
 
     def end(self, number=signal.SIGKILL):
-        """Sends a signal to each rank that runs and to all that they started, and kills what is left."""
-        running = [pid for pid, status in zip(self.pids, self.poll()) if status is None]
-        for pid in running if number != signal.SIGKILL else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if number != signal.SIGKILL:
-            with contextlib.suppress(TimeoutError):
-                self.wait(10)
+        """Sends a signal to each rank that runs, one after another as they end, and kills all that is left."""
+        for rank in range(len(self.pids)) if number != signal.SIGKILL else ():
+            if self.poll()[rank] is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], number)
+                with contextlib.suppress(TimeoutError):
+                    self.wait(10, ranks=[rank])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.launcher, signal.SIGKILL)
         self.wait(10)
@@ -319,32 +328,47 @@ def run(command, *, timeout=None, check=False, capture_output=True, text=True, i
     return done
 
 
-def main():
+def main(workers=False):
     """Stands in for a program of a shell: ``python``, ``ullage`` or ``torchrun``, by the name that it was called by."""
     name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
     script = [] if name == "python" else [str(Path(sys.executable).with_name(name))]
     command = [sys.executable, *(["-m", "torch.distributed.run"] if name == "torchrun" else script), *arguments]
     try:
-        order = order_of(command)
-        if unlike(order["environment"], json.loads(order["environment"].pop(f"{ADDRESS}_ENVIRONMENT"))):
+        order = order_of(command, **({"loads": WORKERS} if workers else {}))
+        if unlike(order["environment"], json.loads(os.environ[SERVED])):
             raise ValueError("read at import")
     except ValueError:
         os.execv(sys.executable, command)
-    ranks = Ranks(send(os.environ[ADDRESS].replace("@", "\0"), order, [0, 1, 2]))
+    ranks = Ranks(send(os.environ[ADDRESS], order, [0, 1, 2]))
     statuses = ranks.wait()
     status = statuses[0] if order["store"] is None else int(any(statuses))
     sys.exit(status if status >= 0 else 128 - status)
 
 
+def stand_in(path, call="main()"):
+    """Writes a program that stands in for the one of its name."""
+    script = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{script}from tests.support.forked import main\n{call}\n")
+    path.chmod(0o755)
+
+
+def variables(served):
+    """By which stand-ins and workers find a server."""
+    read = {name: value for name, value in served.environment.items() if name.startswith(READ_AT_IMPORT)}
+    return {ADDRESS: served.address, SERVED: json.dumps(read)}
+
+
 def shell_tools(folder):
     """Environment variables of a shell in which ``python``, ``ullage`` and ``torchrun`` are forks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    script = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    script += "from tests.support.forked import main\nmain()\n"
     for name in ("python", "ullage", "torchrun"):
-        (folder / name).write_text(script)
-        (folder / name).chmod(0o755)
-    served = server()
-    read = {name: value for name, value in served.environment.items() if name.startswith(READ_AT_IMPORT)}
+        stand_in(folder / name)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PATH": path, ADDRESS: served.address, f"{ADDRESS}_ENVIRONMENT": json.dumps(read)}
+    return {"PATH": path, **variables(server())}
+
+
+def worker_python(folder):
+    """A program that execnet runs for ``python``: a worker of pytest's as a fork, so that it need not import."""
+    stand_in(folder / "python", "main(workers=True)")
+    os.environ.update(environment(**variables(server())))
+    return str(folder / "python")
