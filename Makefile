@@ -52,10 +52,10 @@ quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, co
 TESTS = $(if $(ROOM),tests/$(ROOM))
 
 test: install  ## the tests, under five minutes on two cores; ROOM=planning for those of one room
-	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile -m 'not slow and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(PYTEST_ARGS)
 
 test-slow: install  ## the rest of the tests; ROOM= as above
-	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile -m 'slow and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'slow and not gpu' $(PYTEST_ARGS)
 
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
