@@ -58,7 +58,7 @@ from ullage.training.step.loss_rule import LossRule
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl_losses import padded_loss_of
+from ullage.training.trl_losses import image_problem, padded_loss_of
 
 logger = logging.get_logger(__name__)
 
@@ -133,7 +133,7 @@ class RaggedTrainerMixin(_Base):
         # which already calls some of the methods below.
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
-        self._packer = Packer(self, self._reader, self.meter, padded_loss_of)
+        self._packer = Packer(self, self._reader, self.meter, padded_loss_of, image_problem)
         self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)

@@ -1,4 +1,4 @@
-"""Losses of TRL's trainers that take padded rows, on packed sequences. Nothing of TRL is imported.
+"""What is known of TRL's trainers, and their losses that take padded rows, on packed sequences. No import of TRL.
 
 DPO, KTO and reward trainers have one number per sequence. Chosen and rejected of a pair stay together, each pair goes
 through once, and a microbatch weighs by its share of the pairs (of the samples, for KTO), because each of these losses
@@ -22,7 +22,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,8 @@ from ullage.core.errors import InputError
 from ullage.core.layout import Int64, ranges
 from ullage.core.replacing import replaced
 from ullage.training.batches.packed_batch import PackedBatch
-from ullage.training.loss.divisions import nearest_in, shares
+from ullage.training.loss.divisions import READ_DIVISIONS, Division, nearest_in, shares
+from ullage.training.step.call_metrics import RULES, Difference, Rule
 from ullage.training.step.padded_loss import PaddedLoss
 
 if TYPE_CHECKING:
@@ -351,15 +352,104 @@ def _num_counted(batch: RaggedBatch) -> int:
     return int((mask & (batch["tool_mask"] != 0) if "tool_mask" in batch else mask).sum())
 
 
-_KINDS: dict[str, type[PaddedLoss]] = {
-    "trl.trainer.dpo_trainer.DPOTrainer": PairLoss,
-    "trl.trainer.grpo_trainer.GRPOTrainer": RolloutLoss,
-    "trl.trainer.kto_trainer.KTOTrainer": UnpairedLoss,
-    "trl.trainer.reward_trainer.RewardTrainer": PairLoss,
+_PAIRED: dict[str, Rule] = {
+    f"{name}/{side}": kind
+    for side in ("chosen", "rejected")
+    for name, kind in {"logits": f"{side}_tokens", "rewards": side, "logps": side}.items()
 }
+
+
+@dataclass(frozen=True)
+class _TrainerFacts:
+    """What the source of a trainer of TRL's says.
+
+    Attributes:
+        division: of its loss.
+        rules: of the metrics that its loss appends.
+        loss: what packs it, where its loss takes padded rows.
+    """
+
+    division: Division
+    rules: Mapping[str, Rule]
+    loss: type[PaddedLoss] | None = None
+
+
+#: By full name; a trainer that is not here is packed if it takes packed rows, and its loss has to be declared.
+_TRAINERS = {
+    "trl.trainer.sft_trainer.SFTTrainer": _TrainerFacts(
+        "sum", {"entropy": "labels", "mean_token_accuracy": "labels", "aux_loss": "tokens"}
+    ),
+    "trl.trainer.dpo_trainer.DPOTrainer": _TrainerFacts(
+        "sequence_mean",
+        {
+            **_PAIRED,
+            "entropy": "labels",
+            "mean_token_accuracy": "chosen_tokens",
+            "rewards/accuracies": "pairs",
+            "rewards/margins": "pairs",
+            "aux_loss": "tokens",
+        },
+        PairLoss,
+    ),
+    "trl.trainer.grpo_trainer.GRPOTrainer": _TrainerFacts(
+        "sequence_mean",
+        {
+            "policy_loss": "sequences",
+            "entropy_coef": "max",
+            "aux_loss": "tokens",
+            "kl": "labels",
+            "entropy": "labels",
+            "clip_ratio/low_mean": "labels",
+            "clip_ratio/high_mean": "labels",
+            "clip_ratio/region_mean": "labels",
+            "clip_ratio/low_min": "min",
+            "clip_ratio/high_max": "max",
+            "cispo_clip_ratio": "labels",
+            "vespo/phi_seq_mean": "sequences",
+        },
+        RolloutLoss,
+    ),
+    "trl.trainer.kto_trainer.KTOTrainer": _TrainerFacts(
+        "sequence_mean",
+        {
+            **_PAIRED,
+            "kl": "sequences",
+            "entropy": "labels",
+            "rewards/margins": Difference("rewards/chosen", "rewards/rejected"),
+            "aux_loss": "tokens",
+        },
+        UnpairedLoss,
+    ),
+    "trl.trainer.reward_trainer.RewardTrainer": _TrainerFacts(
+        "sequence_mean",
+        {
+            "min_reward": "min",
+            "mean_reward": "sequences",
+            "max_reward": "max",
+            "accuracy": "pairs",
+            "margin": "pairs",
+        },
+        PairLoss,
+    ),
+}
+for _name, _known in _TRAINERS.items():
+    READ_DIVISIONS[_name], RULES[_name] = _known.division, _known.rules
 
 
 def padded_loss_of(trainer: transformers.Trainer) -> PaddedLoss | None:
     """What packs a trainer whose loss takes padded rows; None for any other trainer."""
-    kind = nearest_in(_KINDS, type(trainer))
-    return None if kind is None else kind(trainer)
+    known = nearest_in(_TRAINERS, type(trainer))
+    return None if known is None or known.loss is None else known.loss(trainer)
+
+
+def image_problem(trainer: transformers.Trainer) -> InputError | None:
+    """The error of a trainer of TRL's that has marked its data as those with images; None for any other trainer."""
+    if not getattr(trainer, "_is_vision_dataset", False):
+        return None
+    return InputError(
+        "data with images cannot be packed",
+        where=type(trainer).__name__,
+        expected="text",
+        found="a column of images",
+        hint="leave packing_capacity out",
+    )

@@ -35,14 +35,8 @@ DIVISIONS: dict[str, str] = {
     "token_mean": "a mean over the microbatch's labels",
     "sequence_mean": "a mean over the microbatch's sequences",
 }
-#: Trainers of others whose source was read: their ``compute_loss`` divides so.
-_READ: dict[str, Division] = {
-    "trl.trainer.sft_trainer.SFTTrainer": "sum",
-    "trl.trainer.dpo_trainer.DPOTrainer": "sequence_mean",
-    "trl.trainer.grpo_trainer.GRPOTrainer": "sequence_mean",
-    "trl.trainer.kto_trainer.KTOTrainer": "sequence_mean",
-    "trl.trainer.reward_trainer.RewardTrainer": "sequence_mean",
-}
+#: By full name, trainers of others whose source was read: their ``compute_loss`` divides so. Who knows one adds it.
+READ_DIVISIONS: dict[str, Division] = {}
 
 
 def nearest_in(table: Mapping[str, _Value], kind: type, most: int | None = None) -> _Value | None:
@@ -145,7 +139,7 @@ def declared_division(trainer: transformers.Trainer, own: OwnLoss | None) -> Div
         if order.index(declaring) > order.index(owner):
             word = None
     if word is None and owner is not None:
-        return nearest_in(_READ, owner, most=1)
+        return nearest_in(READ_DIVISIONS, owner, most=1)
     return word
 
 

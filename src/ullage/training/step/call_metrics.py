@@ -51,54 +51,10 @@ Rule = str | Difference
 #: A metric that no table names, as any that a subclass adds: a mean weighed by real tokens.
 DEFAULT_RULE: Rule = "tokens"
 
-_PAIRED: dict[str, Rule] = {
-    f"{name}/{side}": kind
-    for side in ("chosen", "rejected")
-    for name, kind in {"logits": f"{side}_tokens", "rewards": side, "logps": side}.items()
-}
-
-#: For each trainer of TRL's, by its full name: the rule of each metric that its loss appends. Kinds beside those of
-#: every microbatch: "pairs", "chosen" and "rejected" (sequences of either side), "chosen_tokens", "rejected_tokens"
-#: and "labels" (completion tokens that have a token before them).
-RULES: dict[str, Mapping[str, Rule]] = {
-    "trl.trainer.sft_trainer.SFTTrainer": {"entropy": "labels", "mean_token_accuracy": "labels", "aux_loss": "tokens"},
-    "trl.trainer.dpo_trainer.DPOTrainer": {
-        **_PAIRED,
-        "entropy": "labels",
-        "mean_token_accuracy": "chosen_tokens",
-        "rewards/accuracies": "pairs",
-        "rewards/margins": "pairs",
-        "aux_loss": "tokens",
-    },
-    "trl.trainer.kto_trainer.KTOTrainer": {
-        **_PAIRED,
-        "kl": "sequences",
-        "entropy": "labels",
-        "rewards/margins": Difference("rewards/chosen", "rewards/rejected"),
-        "aux_loss": "tokens",
-    },
-    "trl.trainer.reward_trainer.RewardTrainer": {
-        "min_reward": "min",
-        "mean_reward": "sequences",
-        "max_reward": "max",
-        "accuracy": "pairs",
-        "margin": "pairs",
-    },
-    "trl.trainer.grpo_trainer.GRPOTrainer": {
-        "policy_loss": "sequences",
-        "entropy_coef": "max",
-        "aux_loss": "tokens",
-        "kl": "labels",
-        "entropy": "labels",
-        "clip_ratio/low_mean": "labels",
-        "clip_ratio/high_mean": "labels",
-        "clip_ratio/region_mean": "labels",
-        "clip_ratio/low_min": "min",
-        "clip_ratio/high_max": "max",
-        "cispo_clip_ratio": "labels",
-        "vespo/phi_seq_mean": "sequences",
-    },
-}
+#: By a trainer's full name: the rule of each metric that its loss appends. Who knows a trainer adds it. Kinds beside
+#: those of every microbatch, for pairs: "pairs", "chosen" and "rejected" (sequences of either side), "chosen_tokens",
+#: "rejected_tokens" and "labels" (completion tokens that have a token before them).
+RULES: dict[str, Mapping[str, Rule]] = {}
 
 
 def rules_of(kind: type) -> Mapping[str, Rule]:

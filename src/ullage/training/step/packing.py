@@ -142,6 +142,7 @@ class Packer:
         reader: of its batches.
         meter: the times of steps are added to it.
         padded_loss_of: gives what packs a trainer whose loss takes padded rows; None for any other trainer.
+        data_problem: gives the error of a trainer whose data cannot be packed, as the trainer itself knows; else None.
     """
 
     def __init__(
@@ -150,8 +151,10 @@ class Packer:
         reader: BatchReader,
         meter: TokenMeter,
         padded_loss_of: Callable[[transformers.Trainer], PaddedLoss | None],
+        data_problem: Callable[[transformers.Trainer], InputError | None],
     ) -> None:
-        self._trainer, self._reader, self._meter, self._padded_loss_of = trainer, reader, meter, padded_loss_of
+        self._trainer, self._reader, self._meter = trainer, reader, meter
+        self._padded_loss_of, self._data_problem = padded_loss_of, data_problem
         self.metrics = CallMetrics(trainer)
         #: For packing_capacity='auto', once it is found.
         self.found_capacity: int | None = None
@@ -229,14 +232,8 @@ class Packer:
             )
         if options.oversize == "truncate" and (problem := truncation_problem(self._reader.model)) is not None:
             raise problem
-        if getattr(self._trainer, "_is_vision_dataset", False):
-            raise InputError(
-                "data with images cannot be packed",
-                where=type(self._trainer).__name__,
-                expected="text",
-                found="a column of images",
-                hint="leave packing_capacity out",
-            )
+        if (problem := self._data_problem(self._trainer)) is not None:
+            raise problem
         if self._sharding is None:  # otherwise whoever sharded it has packed it
             self.proof.pack(self._reader.model)
         self.weigher.require_weighable()
