@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.entries import optimizer_groups
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.table import FORMATS
+from ullage.cli.convert import Format
 
 pytestmark = pytest.mark.parity
 
@@ -73,6 +75,7 @@ def origin(tmp_path_factory):
 
 
 def test_every_format_is_in_the_matrix():
+    assert get_args(Format) == FORMATS
     assert {*KINDS, "torch_dist"} == set(FORMATS)  # Megatron-Core's holds some models only: test_torch_dist
 
 

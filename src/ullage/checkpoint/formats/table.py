@@ -1,6 +1,7 @@
 """The formats of a checkpoint: which function reads each, and which lays out the files of each.
 
-To add a format, name its reader in ``_READERS``, and what lays out its files in ``_WRITERS``.
+To add a format, name its reader in ``_READERS``, and what lays out its files in ``_WRITERS``;
+``docs/layout.md`` has the other places that a format to be written needs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _READERS = {
 }
 #: What lays out the files of the formats that take a dtype, and may leave the optimizer's state out.
 _WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets, "torch_dist": torch_dist_targets}
-#: The formats that a checkpoint can be converted to.
-FORMATS = ("universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3")
-#: Those that are shards of a number of ranks, and their ZeRO stage.
+#: The formats that are shards of a number of ranks, and their ZeRO stage.
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+#: The formats that a checkpoint can be converted to.
+FORMATS = ("universal", *_WRITERS, "trainer", *STAGES)
 #: Files beside the target by which DeepSpeed finds it.
 POINTERS = {"universal": "latest_universal", **dict.fromkeys(STAGES, "latest")}
 
