@@ -12,8 +12,10 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
+from ullage.cli.train import model
 from ullage.cli.train.model import find_or_fetch, name_with_revision
 from ullage.core.errors import InputError
+from ullage.models.cells import CELLS, Cell
 
 MODEL = {
     "config.json": b"{}",
@@ -105,3 +107,10 @@ def test_a_machine_without_a_network_says_so_at_once_or_takes_what_the_cache_hol
     for name in ("org/near", "org/near@v1", f"org/near@{COMMIT}"):
         assert found(name)[0] == snapshot
     assert time.monotonic() - begun < 10
+
+
+def test_a_cell_of_any_registered_name_is_a_new_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(CELLS, "lru_2", Cell)
+    names = ("lru_2", "lru_2-64", "lru_2-64x1", "gru-8x2", "llama", "lru_3", "2lru", "gru-x2")
+    assert [model._is_new(name) for name in names] == [True] * 5 + [False] * 3

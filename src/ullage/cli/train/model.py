@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: The word of ``--tokenizer`` for transformers' byte tokenizer.
 BYTES = "bytes"
 #: A cell and its sizes: ``gru``, ``gru-512``, ``gru-512x2`` (hidden size, layers).
-_NAME = re.compile(r"(?P<cell>[a-z_]+)(-(?P<hidden_size>\d+)(x(?P<layers>\d+))?)?")
+_NAME = re.compile(r"(?P<cell>[a-z][a-z0-9_]*)(-(?P<hidden_size>\d+)(x(?P<layers>\d+))?)?")
 _HIDDEN_SIZE, _LLAMA_POSITIONS = 256, 8192
 #: Small files of a repository: configs, tokenizers, templates. Weights are safetensors, unless pickles are allowed.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe")
