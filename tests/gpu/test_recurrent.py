@@ -19,10 +19,9 @@ from ullage.models import (
     RecurrentForTokenClassification,
     linear_scan,
 )
-from ullage.models.cells import cell_class
+from ullage.models.cells import CELLS, cell_class
 from ullage.models.schedule import Schedule
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "mingru", "minlstm")
 LENGTHS = (5, 1, 9, 3, 9, 40)
 VOCABULARY = 37
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -17,6 +17,7 @@ from ullage.models import (
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,
 )
+from ullage.models.cells import CELLS
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 LABELS = torch.tensor([[9, 10, 11, 2], [12, 2, -100, -100]])
@@ -174,7 +175,7 @@ def test_states_that_do_not_fit() -> None:
         pairs(input_ids=IDS[:1], labels=LABELS[:1], past_key_values=state)
 
 
-CELLS = "'lstm' or 'gru' or 'rnn_tanh' or 'rnn_relu' or 'mingru' or 'minlstm'"
+NAMES = " or ".join(map(repr, CELLS))
 POOLINGS = "'last' or 'mean' or 'attention'"
 ATTENTIONS = "expected 'additive' or 'dot'"
 
@@ -182,7 +183,7 @@ ATTENTIONS = "expected 'additive' or 'dot'"
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (RecurrentConfig, {"cell": "mamba"}, f"no such recurrent cell: expected {CELLS}, found 'mamba'"),
+        (RecurrentConfig, {"cell": "mamba"}, f"no such recurrent cell: expected {NAMES}, found 'mamba'"),
         (RecurrentConfig, {"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
         (RecurrentConfig, {"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),
         (RecurrentConfig, {"pooling": "max"}, f"no such pooling: expected {POOLINGS}, found 'max'"),
