@@ -12,10 +12,10 @@ from tests.support.leaks import (
     KINDS,
     PLACES,
     Leak,
+    exact_lookalikes,
     make,
     make_exact,
-    six_exact,
-    twelve_leaks,
+    missed_leaks,
 )
 from ullage import audit
 from ullage.mixers import pack_model
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize("leak", twelve_leaks(), ids=str)
+@pytest.mark.parametrize("leak", missed_leaks(), ids=str)
 def test_the_audit_finds_what_it_missed(leak):
     model = make(leak)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -37,7 +37,7 @@ def test_the_audit_finds_what_it_missed(leak):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("drawn", six_exact(), ids=str)
+@pytest.mark.parametrize("drawn", exact_lookalikes(), ids=str)
 def test_exact_models_in_the_same_clothes_are_called_exact(drawn):
     assert audit(make_exact(drawn)).verdict == "exact"
 

@@ -509,7 +509,7 @@ def _with_lora(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def twelve_leaks() -> list[Leak]:
+def missed_leaks() -> list[Leak]:
     """Leaks of each kind that an audit in evaluation mode on rows of 16 tokens did not see, in other clothes."""
     unseen = Leak("convolution", clothes="RMSNorm", seed=1)
     return [
@@ -528,7 +528,7 @@ def twelve_leaks() -> list[Leak]:
     ]
 
 
-def six_exact() -> list[ExactModel]:
+def exact_lookalikes() -> list[ExactModel]:
     """Exact models with the same bases, places and class names."""
     return [
         ExactModel("own", (("layer", "dropout", "RMSNorm"), ("embedding", "scan", "ScaledWordEmbedding")), False, 0),
