@@ -1,0 +1,39 @@
+"""What is added to a registry is named on the pages and in the help that list what there is."""
+
+import dataclasses
+
+import pytest
+
+from tests.support.launch import ROOT
+from ullage.cli.train.settings import ModelArguments
+from ullage.models import RecurrentConfig
+from ullage.models.cells import CELLS
+
+DOCS = ROOT / "docs"
+#: Modules that give a framework's functions, each with an ``install`` of its own.
+ENGINES = sorted(
+    path.stem for path in (ROOT / "src/ullage/engines").glob("*.py") if "\ndef install(" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_is_named_wherever_cells_are_listed(cell):
+    (model,) = (field for field in dataclasses.fields(ModelArguments) if field.name == "model")
+    assert cell in model.metadata["help"].replace("(", " ").replace(",", " ").split()
+    assert cell in (RecurrentConfig.__doc__ or "").replace(",", " ").split()
+    for page in ("recurrent.md", "training.md"):
+        assert f"`{cell}`" in (DOCS / page).read_text(), page
+    assert f"\n| {cell} | exact |" in (DOCS / "models.md").read_text(), (
+        "python maintenance/models_page.py docs/models.md"
+    )
+
+
+def test_there_are_engines_to_look_for():
+    assert len(ENGINES) > 8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_is_named_where_frameworks_are_listed(engine):
+    (call,) = (line for line in (DOCS / "frameworks.md").read_text().splitlines() if line.startswith("slime.install()"))
+    assert engine in call.replace(",", " ").replace(".", " ").split()
+    assert f"::: ullage.engines.{engine}\n" in (DOCS / "reference" / "engines.md").read_text()
