@@ -118,7 +118,7 @@ def compare_runs(
     totals = combine(table[:, 1], table[:, 0], table[:, 2])
     for (file, low, size, crc), total in zip(units, totals.tolist()):
         if total != crc:
-            raise _damaged(inventory, file, low, size, hint)
+            raise _damage_error(inventory, file, low, size, hint)
     return len(units)
 
 
@@ -182,7 +182,7 @@ def _sum(sources: Sources, file: int, offset: int, num_bytes: int) -> int:
     return crc
 
 
-def _damaged(inventory: Inventory, file: int, low: int, size: int, hint: str) -> CheckpointError:
+def _damage_error(inventory: Inventory, file: int, low: int, size: int, hint: str) -> CheckpointError:
     # From the damaged record back to what lies in it: a person knows parameters, not records.
     names = []
     for tensor in inventory.tensors:

@@ -309,7 +309,7 @@ class _Job:
 
     def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
         """Compare and fill in the checksums, write ``ullage.json``, sync, rename."""
-        summary = self._judged(lines)
+        summary = self._make_summary(lines)
         checksums.fill_checksums(self.targets, self.partial, units, lines)
         (self.partial / COMPLETE).write_text(summary)
         # All bytes are on the disk before the name is given; then the name is synced, an entry of the parent folder. So
@@ -323,7 +323,7 @@ class _Job:
         finally:
             os.close(fd)
 
-    def _judged(self, lines: dict[int, dict[str, Any]]) -> str:
+    def _make_summary(self, lines: dict[int, dict[str, Any]]) -> str:
         """The content of ``ullage.json``, of a source whose checksums agree with all that was read of it."""
         # The source is judged before the target is finished: a damaged source never becomes a target.
         self.report.records_checked = checksums.compare_sources(self.inventory, lines)
@@ -332,7 +332,7 @@ class _Job:
             for index, number, count in line.get("not_finite", ()):
                 tensor = self.targets[index].payloads[number].tensor
                 self.report.not_finite.append((tensor.name, tensor.key, count))
-        self.report.not_finite = _summed(self.report.not_finite)
+        self.report.not_finite = _sum_counts(self.report.not_finite)
         summary = {"mark": self.mark, "source": str(self.inventory.folder), **self.options}
         summary |= {
             "num_bytes": self.report.num_bytes,
@@ -352,7 +352,7 @@ class _Job:
             raise CheckpointError(what, where=where, found=problem.what, hint=hint)
 
 
-def _summed(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+def _sum_counts(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
     total: dict[tuple[str, str], int] = {}
     for name, key, count in found:
         total[name, key] = total.get((name, key), 0) + count

@@ -90,7 +90,7 @@ class Journal:
             pass  # a file system without locks
         self._stream.seek(0)
         lines = self._stream.read().splitlines()
-        done = _believed(lines, mark) if lines else {}
+        done = _durable_lines(lines, mark) if lines else {}
         self.done, self.removed_other = done or {}, done is None
         if done is None:
             _empty(partial)
@@ -130,7 +130,7 @@ def _empty(partial: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _believed(lines: list[str], mark: str) -> dict[int, dict[str, Any]] | None:
+def _durable_lines(lines: list[str], mark: str) -> dict[int, dict[str, Any]] | None:
     """Lines of finished units by number; None when the journal is of another plan or source.
 
     Only lines whose bytes must be in the files: those before a ``synced`` mark, and all since the machine started.

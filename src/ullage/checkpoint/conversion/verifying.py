@@ -252,9 +252,9 @@ class _FileComparison:
         hold_descriptions((self.folder / planned.name, 0, planned.num_bytes) for planned in plan)
         if not self.options:
             plan = [p for p in plan if (self.folder / p.name).is_file() or not self._is_ours_alone(p.name)]
-        self._planned(plan)
+        self._compare_plan(plan)
 
-    def _planned(self, plan: list[Target]) -> None:
+    def _compare_plan(self, plan: list[Target]) -> None:
         """Compare the files of a plan: copies and texts byte for byte, archives object by object."""
         for planned in plan:
             path = self.root / planned.name
@@ -300,7 +300,7 @@ class _FileComparison:
             return  # shards that DeepSpeed wrote are compared tensor by tensor
         options = {key: self.options.get(key) for key in ("ranks", "dtype")}
         targets = zero_targets(self.ours, stage=stage, optimizer=bool(self.options.get("optimizer")), **options)
-        self._planned(targets)
+        self._compare_plan(targets)
 
     # Safetensors
 
@@ -312,10 +312,10 @@ class _FileComparison:
             said["optimizer"] = {"format": "pt", **safetensors.optimizer_header(self.ours)}
             stems["optimizer"] = "optimizer/optimizer"
         for which, stem in stems.items():
-            self._indexed(stem, said[which])
-        self._planned(safetensors.companions(self.ours))
+            self._compare_index(stem, said[which])
+        self._compare_plan(safetensors.companions(self.ours))
 
-    def _indexed(self, stem: str, said: dict[str, str]) -> None:
+    def _compare_index(self, stem: str, said: dict[str, str]) -> None:
         where: dict[str, str] = {}
         paths = sorted((self.folder / stem).parent.glob(f"{Path(stem).name}*.safetensors"))
         for path in paths:
@@ -354,7 +354,7 @@ class _FileComparison:
 
     def trainer(self) -> None:
         """The archives beside the weights, object by object, with the optimizer's tensors."""
-        self._planned([p for p in trainer_folder.trainer_targets(self.ours) if p.root is not None])
+        self._compare_plan([p for p in trainer_folder.trainer_targets(self.ours) if p.root is not None])
 
     # Megatron-Core's
 
@@ -367,8 +367,8 @@ class _FileComparison:
         described = next(planned for planned in plan if planned.name.endswith("/.metadata"))
         _, entries, _ = dcp.read_metadata(self.folder)
         wanted = Unpickler(described.texts[0][1]).load().get("state_dict_metadata")
-        self._conclude(_compared(wanted, entries, "the metadata"), None, described.name)
-        self._planned([planned for planned in plan if planned is not described])
+        self._conclude(_walk(wanted, entries, "the metadata"), None, described.name)
+        self._compare_plan([planned for planned in plan if planned is not described])
         details = self.theirs.details
         if isinstance(details, MegatronDetails):
             for name, weight in details.weights.items():
@@ -383,7 +383,7 @@ class _FileComparison:
         hold_descriptions((self.folder / p.file, p.offset, p.length) for each in places.values() for p in each)
         paths = metadata.mapping(root.get("planner_data"), "planner_data", ".metadata")
         if self.options:
-            self._conclude(_compared(dcp.CONSTANTS, root.state, "the metadata"), None, ".metadata")
+            self._conclude(_walk(dcp.CONSTANTS, root.state, "the metadata"), None, ".metadata")
         # Settings may be there without any state tensor (SGD without momentum).
         has = _has_optimizer(self.theirs) or any(flat.startswith("optim.") for flat in entries)
         planned = dcp.items(self.ours, optimizer=has)
@@ -400,7 +400,7 @@ class _FileComparison:
             self._item(flat, path, value, entry, places.get(flat, []))
 
     def _item(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
-        self._described(flat, path, value, entry, places)
+        self._compare_entry(flat, path, value, entry, places)
         if isinstance(value, TensorCopy) and path[1] not in self.ours.aliases:
             return  # among the tensors of the inventory
         if len(places) != 1:
@@ -417,7 +417,7 @@ class _FileComparison:
         walk.compare(value, source.root, flat)
         self._conclude(walk, source, places[0].file)
 
-    def _described(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
+    def _compare_entry(self, flat: str, path: tuple[Any, ...], value: Any, entry: Any, places: list[dcp.Place]) -> None:
         """Compare the entry of an item in ``.metadata`` with the item, and a tensor's chunks with their places.
 
         Args:
@@ -456,7 +456,7 @@ def _is_state(tensor: Tensor) -> bool:
     return tensor.kind == "parameter" and tensor.key != "fp32"
 
 
-def _compared(planned: Any, found: Any, where: str) -> _Walk:
+def _walk(planned: Any, found: Any, where: str) -> _Walk:
     walk = _Walk(None)
     walk.compare(planned, found, where)
     return walk

@@ -162,7 +162,7 @@ def read_manifests(folder: Path) -> Manifest | None:
             status = path.stat()
             # Inode and time tell disks apart: the same path on two machines may be two files of equal content.
             identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
-            listed = _listed(path, text)
+            listed = _blocks_by_file(path, text)
         except (OSError, CheckpointError) as error:
             damage.append(Damage(path.name, "changed", "a manifest", str(error)))
             continue
@@ -257,7 +257,7 @@ def _is_ours(path: Path) -> bool:
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
 
 
-def _listed(path: Path, text: bytes) -> dict[str, list[Block]]:
+def _blocks_by_file(path: Path, text: bytes) -> dict[str, list[Block]]:
     """The blocks by file. Raises ``CheckpointError`` for what is no manifest, or is not as it was written."""
     try:
         content = json.loads(text)
@@ -314,7 +314,7 @@ def _sizes(folder: Path, blocks: Sequence[Block]) -> list[Damage]:
 def _compare(path: Path, block: Block) -> Damage | None:
     try:
         if is_remote(path):
-            return _changed(block, _sum_remote(path, block))
+            return _find_change(block, _sum_remote(path, block))
         status = path.stat()
         key = (status.st_dev, status.st_ino, block.offset)
         state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, block.crc or 0)
@@ -326,10 +326,10 @@ def _compare(path: Path, block: Block) -> Damage | None:
         return Damage(block.name, "unreadable", f"{block.file_bytes:,} bytes", error.strerror or str(error))
     if found == block.crc:
         _RIGHT[key] = state
-    return _changed(block, found)
+    return _find_change(block, found)
 
 
-def _changed(block: Block, found: int) -> Damage | None:
+def _find_change(block: Block, found: int) -> Damage | None:
     if found == block.crc:
         return None
     where = f"in bytes {block.offset:,} to {block.offset + block.num_bytes:,}"

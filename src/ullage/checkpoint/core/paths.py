@@ -96,7 +96,7 @@ class Store:
         """Bytes of all files below a folder by their path in it, as they are now; the driver then knows all folders."""
         self.system.invalidate_cache()
         try:
-            found = self._tried(key, partial(self.system.find, key, detail=True))
+            found = self._retry(key, partial(self.system.find, key, detail=True))
         except FileNotFoundError:
             return {}
         files = {path.removeprefix(key).lstrip("/"): info for path, info in found.items() if not path.endswith("/")}
@@ -117,10 +117,10 @@ class Store:
                 else:
                     found[whole] = bytes(data)
             for key, error in failed.items():
-                raise _named(error, self.system.unstrip_protocol(key))
+                raise _error_of_url(error, self.system.unstrip_protocol(key))
 
         if ranges:
-            self._tried(ranges[0][0], ask)
+            self._retry(ranges[0][0], ask)
         return [found[whole] for whole in ranges]
 
     def read(self, key: str, start: int, stop: int) -> bytes:
@@ -130,30 +130,30 @@ class Store:
 
     def write(self, key: str, data: bytes) -> None:
         """Write a small object whole."""
-        self._tried(key, partial(self.system.pipe_file, key, data))
+        self._retry(key, partial(self.system.pipe_file, key, data))
 
     def upload(self, local: Path, key: str) -> None:
         """Write a file of this machine as an object; a large one in parts, as the driver does it."""
-        self._tried(key, partial(self.system.put_file, str(local), key))
+        self._retry(key, partial(self.system.put_file, str(local), key))
 
     def remove(self, keys: list[str]) -> None:
         """Remove objects, those that are there."""
 
         def one(key: str) -> None:
             with suppress(FileNotFoundError):
-                self._tried(key, partial(self.system.rm_file, key))
+                self._retry(key, partial(self.system.rm_file, key))
 
         # One by one: a list would be searched for wildcards, which names of parameters may contain.
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(one, keys))
 
-    def _tried(self, key: str, request: Callable[[], _T]) -> _T:
+    def _retry(self, key: str, request: Callable[[], _T]) -> _T:
         for attempt in range(_ATTEMPTS):
             try:
                 return request()
             except Exception as error:
                 if attempt == _ATTEMPTS - 1 or _is_final(error):
-                    raise _named(error, self.system.unstrip_protocol(key)) from error
+                    raise _error_of_url(error, self.system.unstrip_protocol(key)) from error
             # Drawn, so that requests that failed together do not come again together.
             time.sleep(_PAUSE * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("unreachable")
@@ -176,7 +176,7 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, _FINAL) or any(word in type(error).__name__ for word in words)
 
 
-def _named(error: BaseException, url: str) -> OSError:
+def _error_of_url(error: BaseException, url: str) -> OSError:
     """The error as an ``OSError`` of its kind that names the URL."""
     if isinstance(error, OSError) and "://" in str(error.filename):
         return error

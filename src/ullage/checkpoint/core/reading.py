@@ -208,11 +208,11 @@ def stream(sources: Sources, tensor: Tensor, start: int, stop: int, buffer: Byte
             chunk = buffer[: (high - low) * item]
             _gather(sources, tensor.slices[0], low, high, item, chunk, tally)
         elif tensor.merge.kind == "strided":
-            chunk = _strided(sources, tensor, low, high, tally)
+            chunk = _read_strided(sources, tensor, low, high, tally)
         elif tensor.merge.kind == "joined":
             chunk = _read_stretches(sources, tensor, low, high, buffer[: (high - low) * item], tally)
         else:
-            chunk = _merged(sources, tensor, low, high, tally)
+            chunk = _read_merged(sources, tensor, low, high, tally)
         tally.not_finite += count_not_finite(chunk, tensor.dtype)
         yield chunk
 
@@ -258,7 +258,7 @@ def _decode(sources: Sources, part: Slice, blocks: CodedBlocks, low: int, high: 
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
 
 
-def _strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
+def _read_strided(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that is not contiguous, from the blocks of its storage that hold them.
 
     Args:
@@ -332,7 +332,7 @@ def _read_stretches(sources: Sources, tensor: Tensor, low: int, high: int, into:
     return into
 
 
-def _merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
+def _read_merged(sources: Sources, tensor: Tensor, low: int, high: int, tally: Tally) -> Bytes:
     """Elements ``[low, high)`` of a tensor that several slices make; whole rows where they lie side by side.
 
     Args:

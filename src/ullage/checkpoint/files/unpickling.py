@@ -368,7 +368,7 @@ def _attribute(owner: Any, name: Any) -> Any:
     """A class within a class, which older pickles name by ``getattr``."""
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str) and name.isidentifier()):
         raise Refused("builtins.getattr")
-    return _named(owner.module, f"{owner.name}.{name}")
+    return _stand_in_of(owner.module, f"{owner.name}.{name}")
 
 
 def _bytes(kind: type) -> Any:
@@ -447,7 +447,7 @@ def _stand_in(module: str, name: str, use: Use) -> Any:
     return found
 
 
-def _named(module: str, name: str) -> Any:
+def _stand_in_of(module: str, name: str) -> Any:
     """The stand-in for a name of plain data. Raises :class:`Refused` for any other."""
     found = _stand_ins.get((module, name))
     if found is not None:
@@ -486,7 +486,7 @@ class Unpickler(pickle.Unpickler):
             return Named("torch", name)
         if module == "torch" and (name in ITEM_BYTES or name in ("strided", "per_tensor_affine")):
             return Named(module, name)
-        found = _named(module, name)
+        found = _stand_in_of(module, name)
         if is_stranger(module):
             self.strangers[f"{module}.{name}"] = None
         return found

@@ -85,7 +85,7 @@ class ItemWriter:
 
     def add(self, path: tuple[Any, ...], value: Any) -> Instance:
         """One item: a :class:`TensorCopy`, a constant tensor, or any other value. Returns where it lies."""
-        where = self._laid(value)
+        where = self._lay(value)
         self.book(path, value, where)
         return where
 
@@ -94,11 +94,11 @@ class ItemWriter:
         self.paths[flat] = (flat,)
         for index, (offsets, copy) in enumerate(chunks):
             said = {"fqn": flat, "offset": Size(offsets), "index": index}
-            self.storage.append((Instance(_METADATA, "MetadataIndex", said), self._laid(copy)))
+            self.storage.append((Instance(_METADATA, "MetadataIndex", said), self._lay(copy)))
         placed = [(offsets, copy.tensor.shape) for offsets, copy in chunks]
         self.entries[flat] = _tensor_entry(chunks[0][1].dtype, shape, placed)
 
-    def _laid(self, value: Any) -> Instance:
+    def _lay(self, value: Any) -> Instance:
         """The place of an item, laid after all others."""
         if isinstance(value, TensorCopy):
             kind = (value.tensor.shape, value.dtype)

@@ -55,7 +55,7 @@ def hub_named(inventory: Inventory, format: str) -> Inventory:
         if path is None:
             tensors.append(tensor)
         else:
-            tensors += _named(tensor, path, by_name, model_type, in_files=format == "safetensors")
+            tensors += _rename(tensor, path, by_name, model_type, in_files=format == "safetensors")
     aliases = {alias: own for alias, own in inventory.aliases.items() if _path(alias, paths) is None}
     return replace(inventory, tensors=tuple(tensors), aliases=aliases)
 
@@ -83,7 +83,7 @@ def _path(name: str, paths: set[str]) -> str | None:
     return next((p for n in range(len(parts) - 1, 0, -1) if (p := ".".join(parts[:n])) in paths), None)
 
 
-def _named(
+def _rename(
     tensor: Tensor, path: str, by_name: dict[tuple[str, str], Tensor], model_type: str, in_files: bool
 ) -> Iterator[Tensor]:
     """The tensors that are made of one of AutoEP's.

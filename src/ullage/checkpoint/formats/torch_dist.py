@@ -430,11 +430,11 @@ def _model(
             continue  # a model without biases, say
         if missing:
             raise CheckpointError("a tensor is missing", where=f"{where}, {missing[0]}", hint="every layer has one")
-        found.append(_stacked(row, [[tensors[name] for name in names] for names in wanted], architecture, where))
+        found.append(_stack(row, [[tensors[name] for name in names] for names in wanted], architecture, where))
     return found
 
 
-def _stacked(
+def _stack(
     row: NameRow, parts: list[list[Tensor]], architecture: Architecture, where: str
 ) -> tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]:
     """One tensor of Megatron-Core from those of each layer."""

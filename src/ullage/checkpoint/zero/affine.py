@@ -318,10 +318,10 @@ def _piece(given: Any, whole: int, slice_: int, where: str) -> Piece:
             raise metadata.malformed(_ENTRY, where, f"a piece within the {numel} elements of its tensor", f"{pair}")
         sides.append((offset, strides))
     locations = tuple(sorted(set(metadata.integers(held.get("locations"), _ENTRY, where))))
-    return _folded(shape, sides, locations)
+    return _fold(shape, sides, locations)
 
 
-def _folded(shape: tuple[int, ...], sides: list[tuple[int, list[int]]], locations: tuple[int, ...]) -> Piece:
+def _fold(shape: tuple[int, ...], sides: list[tuple[int, list[int]]], locations: tuple[int, ...]) -> Piece:
     """The piece without dims of size 1, and with dims that are one in both tensors joined."""
     if 0 in shape:
         return Piece((0,), (0, ()), (0, ()), locations)

@@ -363,7 +363,7 @@ class Experts:
             held = {number: mine[dp_rank] for number, dp_rank in enumerate(ranks) if dp_rank in mine}
             # Files that are missing are problems already; the experts of a rank of which none is there have no tensor.
             if held:
-                placed = [self._placed(name, shape, ep, rank) for name, shape in named.items()]
+                placed = [self._place(name, shape, ep, rank) for name, shape in named.items()]
                 group = replace(cut(named, held, count), names=tuple(p.name for p in placed), ep_rank=rank)
                 yield FlatBuffer(group, named, placed, held)
 
@@ -422,7 +422,7 @@ class Experts:
             return "an expert of another shape", f"{list(saved)}, as in the file of its weights", str(list(own))
         return None
 
-    def _placed(self, name: str, shape: tuple[int, ...], ep: int, rank: int) -> Placed:
+    def _place(self, name: str, shape: tuple[int, ...], ep: int, rank: int) -> Placed:
         layer = self._layer_of(name)
         assert layer is not None
         held, numbered = layer.experts_of_rank(ep, rank), local_number(name)

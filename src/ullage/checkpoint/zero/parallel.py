@@ -213,16 +213,16 @@ def _by_patterns(name: str, slices: list[Slice], patterns: Patterns) -> Joint:
             raise CheckpointError("a parameter of two halves without a dim", where=name)
         # ``torch.chunk(slice, 2)``: the first half is the larger one.
         halves = [[math.ceil(s.shape[0] / 2), s.shape[0] // 2] for s in slices]
-        dim, shape, bands = 0, _stacked(name, slices, 0), _interleaved([[h[i] for h in halves] for i in (0, 1)])
+        dim, shape, bands = 0, _stacked_shape(name, slices, 0), _interleave([[h[i] for h in halves] for i in (0, 1)])
         extra |= {"cat_dim": 0, "param_n_sub_params": 2}
     elif sub is not None:
         dim, shape, widths, normal = _sub_shapes(name, slices, *sub, patterns)
-        bands = _interleaved(widths)
+        bands = _interleave(widths)
         extra["sub_param_shape"] = normal
     else:
         dim = 1 if patterns.match("parameter_with_row_parallelism", name) else 0
-        shape = _stacked(name, slices, dim)
-        bands = _interleaved([[s.shape[dim] if s.shape else 1 for s in slices]])
+        shape = _stacked_shape(name, slices, dim)
+        bands = _interleave([[s.shape[dim] if s.shape else 1 for s in slices]])
         extra["cat_dim"] = dim
     # Cut at ``dim``, the whole is [outer, size, inner]; a band is ``width`` of the ``size`` indices. Two slices of [4,
     # 3] along dim 1 make [4, 6]: outer 4, size 6, inner 1, and bands of width 3 at 0 and at 3.
@@ -262,7 +262,7 @@ def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) ->
     return Slice(slices[0].model_rank, shape, fragments, CodedBlocks.join([s.blocks for s in slices]))
 
 
-def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
+def _stacked_shape(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
     first = slices[0].shape
     if not first and len(slices) == 1:
         return first
@@ -273,7 +273,7 @@ def _stacked(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
     return (*first[:dim], sum(s.shape[dim] for s in slices), *first[dim + 1 :])
 
 
-def _interleaved(widths: list[list[int]]) -> list[Band]:
+def _interleave(widths: list[list[int]]) -> list[Band]:
     """Bands of ``widths[j][i]``, those of sub-parameter j in slice i.
 
     A slice holds its parts of all sub-parameters, one after the other. The whole holds sub-parameter 0 of all slices,

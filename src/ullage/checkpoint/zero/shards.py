@@ -279,7 +279,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
         alignments=[metadata.integers(group, "param_alignment_paddings", where) for group in paddings],
         mappings=[_mapping(group, where) for group in mappings],
         round_robin=round_robin(source.root),
-        scaled=_scaled(optimizer.get("loss_scaler")),
+        scaled=_scaler_iterations(optimizer.get("loss_scaler")),
         group_of=groups,
         settings=settings,
         states=states if file.dp_rank == 0 else [],
@@ -337,21 +337,21 @@ def _split(
     source: TorchFile, master: TensorRef, state: dict[str, Any], where: str
 ) -> tuple[dict[str, FlatTensor], dict[str, Any]]:
     """(tensors that may be cut like the master weights, all other state) of one group."""
-    flats = {"fp32": _placed(source, master, "fp32", where)}
+    flats = {"fp32": _flat_tensor(source, master, "fp32", where)}
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(key, str) or key == "fp32":
             raise metadata.malformed("a name of optimizer state", where, "a name other than fp32", key)
         # A tensor of no dims is a number (a step); one of some dims may be a partition, which its length will tell.
         if isinstance(value, TensorRef) and value.shape and key != "step":
-            flats[key] = _placed(source, value, key, where)
+            flats[key] = _flat_tensor(source, value, key, where)
         elif value is not None:
             number = as_number(value, source)
             scalars[key] = value if number is None else number
     return flats, scalars
 
 
-def _placed(source: TorchFile, ref: TensorRef, key: str, where: str) -> FlatTensor:
+def _flat_tensor(source: TorchFile, ref: TensorRef, key: str, where: str) -> FlatTensor:
     if not ref.contiguous:
         raise CheckpointError("optimizer state that is not contiguous", where=f"{where}, state {key}")
     return FlatTensor(ref.dtype, ref.numel, source.place(ref))
@@ -367,7 +367,7 @@ def _mapping(group: Any, where: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _scaled(scaler: Any) -> int | None:
+def _scaler_iterations(scaler: Any) -> int | None:
     count = scaler.get("cur_iter") if isinstance(scaler, Inert) else None
     return count if isinstance(count, int) else None
 
