@@ -315,7 +315,7 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     counts = _counts(keywords.get("labels"), groups, by_sequence=by_sequence)
     loss = loss_of_answers(model, outputs, groups, keywords)
     if loss is None:
-        loss = _weighted(losses, counts)
+        loss = _weighted_mean(losses, counts)
     if num_items is not None and loss_divides_by_count(model):
         loss = loss * (sum(counts) / num_items)
     if isinstance(joined, tuple):
@@ -341,7 +341,7 @@ def _counts(labels: Any, groups: Groups, *, by_sequence: bool) -> list[int]:
     return [len(part) for part in groups.members]
 
 
-def _weighted(losses: Sequence[Any], weights: Sequence[int]) -> Tensor:
+def _weighted_mean(losses: Sequence[Any], weights: Sequence[int]) -> Tensor:
     """The mean of losses by weight: losses 2 and 5 of 3 labels and 1 are 2.75. One of weight 0 may even be nan."""
     counted = [loss * (weight / sum(weights)) for loss, weight in zip(losses, weights) if weight]
     return torch.stack(counted).sum() if counted else losses[0]

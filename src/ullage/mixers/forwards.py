@@ -241,11 +241,11 @@ class ModelForward(Forward):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.is_off or keywords.get("cu_seq_lens_q") is None:
             return self.own(*arguments, **keywords)
-        return self._packed(arguments, keywords)
+        return self._run_packed(arguments, keywords)
 
     # The model inside is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
-    def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _run_packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         taken = self.parameters
         keywords = {**dict(zip(taken, arguments)), **keywords}
         targets = _targets_as_rows(keywords)
@@ -409,10 +409,10 @@ class BiasedForward(Forward):
         row = self.current.get()
         if row is None:
             return self.own(*arguments, **keywords)
-        return self._packed(row, *arguments, **keywords)
+        return self._run_packed(row, *arguments, **keywords)
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def _packed(
+    def _run_packed(
         self,
         row: PackedRow,
         hidden_states: Tensor,
@@ -438,7 +438,7 @@ class BiasedForward(Forward):
         mixed = []
         for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
             parts = [part.transpose(1, 2) for part in places]
-            bias = None if position_bias is None else self._masked(position_bias, parts[0].shape[2])
+            bias = None if position_bias is None else self._mask(position_bias, parts[0].shape[2])
             attended = F.scaled_dot_product_attention(
                 *parts, attn_mask=bias, dropout_p=dropout, scale=getattr(module, "scaling", 1.0)
             )
@@ -455,7 +455,7 @@ class BiasedForward(Forward):
         calls = row.alike_targets if self.module.is_decoder else row.alike_sources
         return calls, calls
 
-    def _masked(self, bias: Tensor, length: int) -> Tensor:
+    def _mask(self, bias: Tensor, length: int) -> Tensor:
         """The bias of a sequence, minus infinity where a decoder must not look."""
         part = bias[:, :, :length, :length]
         if not self.module.is_decoder:

@@ -190,15 +190,15 @@ def prove(
             again, alone, packed = _run_all(run, shortest)
         proof.tokens = 2 * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
-        limits = _settle(proof, limits, _repeated(alone[shortest], again))
-        proof.differences = list(_compared(proof, trial, alone, packed, limits, has_ties))
+        limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
+        proof.differences = list(_compare(proof, trial, alone, packed, limits, has_ties))
         if agree(not proof.passed):
             # One sequence may have been the same twice by chance.
             repeated = run.packed(alone)
             proof.tokens += sum(sizes)
             if not proof.passed and not proof.weak:
-                limits = _settle(proof, limits, _repeated(packed, repeated))
-                proof.differences = list(_compared(proof, trial, alone, packed, limits, has_ties))
+                limits = _settle(proof, limits, _difference_of_repeats(packed, repeated))
+                proof.differences = list(_compare(proof, trial, alone, packed, limits, has_ties))
             # Where only gradients differ, no module's output does.
             if agree(any(not each.passed for each in proof.differences if each.kind != "gradients")):
                 proof.module = first_module(run, limits.outputs / 4)
@@ -256,14 +256,14 @@ def _settle(proof: Proof, limits: Limits, repeated: tuple[float, float]) -> Limi
     return Limits(wide, max(_BY_CHANCE * gradients, limits.gradients), max(wide, limits.loss))
 
 
-def _repeated(first: CallOutcome, again: CallOutcome) -> tuple[float, float]:
+def _difference_of_repeats(first: CallOutcome, again: CallOutcome) -> tuple[float, float]:
     """How much two runs of one call differ, in outputs and in gradients."""
     outputs = max((largest(again.outputs[name], first.outputs[name]) for name in first.outputs), default=0.0)
     gradients = max((value for _, value in _gradients_differ([again], [first])), default=0.0)
     return outputs, gradients
 
 
-def _compared(
+def _compare(
     proof: Proof,
     trial: Trial,
     alone: Sequence[CallOutcome],
@@ -359,7 +359,7 @@ def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutco
     """The largest difference of gradients: by embedding, those of its ids, and by parameter."""
     ours, theirs = _by_embedding(found), _by_embedding(expected)
     names = [name for name in theirs if name in ours]
-    yield from _relative({name: _added_up(ours[name], theirs[name]) for name in names})
+    yield from _relative({name: _add_by_id(ours[name], theirs[name]) for name in names})
     # Those by parameter were added up on the way: the first of several calls has the sum.
     sums = {}
     for place, (given, wanted) in enumerate(zip(found[0].of_parameters, expected[0].of_parameters)):
@@ -391,7 +391,7 @@ def _by_embedding(outcomes: Sequence[CallOutcome]) -> dict[str, list[tuple[Tenso
     return by_name
 
 
-def _added_up(
+def _add_by_id(
     ours: Sequence[tuple[Tensor | None, Tensor]], theirs: Sequence[tuple[Tensor | None, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Gradients [ids, d] of both sides, added up by id; those of numbers lie end to end."""
@@ -437,13 +437,13 @@ def first_module(run: TrialRun, limit: float) -> str | None:
     alone: list[dict[str, list[_Call]]] = []
     with own_attention(model):
         for place in range(len(trial.alone)):
-            with _watched(model) as calls:
+            with _watch(model) as calls:
                 outcomes.append(run.alone(place))
             by_path: dict[str, list[_Call]] = {}
             for call in calls:
                 by_path.setdefault(call.path, []).append(call)
             alone.append(by_path)
-    with _watched(model) as calls:
+    with _watch(model) as calls:
         run.packed(outcomes)
     counted: dict[tuple[str, Any], int] = {}
     # Calls are in the order in which they ended, so the innermost comes first.
@@ -508,7 +508,7 @@ def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[list[_Call]]:
+def _watch(model: nn.Module) -> Iterator[list[_Call]]:
     """Watch all modules; gives their calls in the order in which they ended."""
     calls: list[_Call] = []
     open_calls: list[_Call] = []

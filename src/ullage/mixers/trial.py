@@ -219,7 +219,7 @@ class TrialRun:
             loss, parts = self._loss(outputs)
             count = 0.0 if self.trial.counts is None else self.trial.counts[place]
             gradients = self._gradients(named, [place], leaves, (loss, count))
-        return CallOutcome(_detached(named), _detached_loss(loss), leaves, *gradients, parts)
+        return CallOutcome(_detach(named), _detach_loss(loss), leaves, *gradients, parts)
 
     def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
         """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
@@ -233,7 +233,7 @@ class TrialRun:
                     named[name] = parts
             loss, left = self._loss(outputs)
             gradients = self._gradients(named, range(len(alone)), leaves, (loss, sum(self.trial.counts or ())))
-        return CallOutcome(_detached(named), _detached_loss(loss), leaves, *gradients, left)
+        return CallOutcome(_detach(named), _detach_loss(loss), leaves, *gradients, left)
 
     def _has_entries(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
@@ -281,7 +281,7 @@ class TrialRun:
         ``loss``: a mean, and of what.
         """
         weighed = [
-            _weighed(part) * (1 + place / 7)
+            _weigh(part) * (1 + place / 7)
             for _, parts in sorted(named.items())
             for place, part in zip(places, parts, strict=True)
             if part.requires_grad
@@ -310,7 +310,7 @@ class TrialRun:
         return loss, []
 
 
-def _weighed(part: Tensor) -> Tensor:
+def _weigh(part: Tensor) -> Tensor:
     """Numbers [1, L, ...] weighed by what depends on their places alone, and added up."""
     flat = part.reshape(part.shape[1] if part.ndim > 1 else 1, -1)
     rows, columns = (_weights(size, part) for size in flat.shape)
@@ -344,9 +344,9 @@ def _with_rows(value: Tensor) -> Tensor:
     return value[:, None] if value.ndim == 1 else value
 
 
-def _detached_loss(loss: Tensor | None) -> Tensor | None:
+def _detach_loss(loss: Tensor | None) -> Tensor | None:
     return None if loss is None else loss.detach()
 
 
-def _detached(named: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+def _detach(named: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
     return {name: [part.detach() for part in parts] for name, parts in named.items()}

@@ -39,15 +39,15 @@ def lora_targets(model: nn.Module) -> dict[str, list[str]]:
     for name, cell in cells.items():
         matrices = {own for own, parameter in cell.named_parameters(recurse=False) if parameter.ndim == 2}
         layers = {inner for inner, module in cell.named_modules() if isinstance(module, nn.Linear)}
-        parameters |= {_dotted(name, own) for own in matrices}
-        modules |= {_dotted(name, inner) for inner in layers if not matrices}
+        parameters |= {_dotted_name(name, own) for own in matrices}
+        modules |= {_dotted_name(name, inner) for inner in layers if not matrices}
     return {
         "target_modules": _shortest(modules, {name for name, _ in model.named_modules()}),
         "target_parameters": _shortest(parameters, {name for name, _ in model.named_parameters()}),
     }
 
 
-def _dotted(*names: str) -> str:
+def _dotted_name(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 

@@ -472,7 +472,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         contexts, weights = attention(hidden, memory.hidden, blocks)
         return contexts, (blocks.rows(weights)[:, None],) if wanted else None
 
-    def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _encode_sources(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of ``generate()`` with sources encoded once, keys included, and begun targets padded left."""
         # Encoded here rather than by generate(), so that the attention's keys are computed once and not in every step.
         given = kwargs.get("encoder_outputs")

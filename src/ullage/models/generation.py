@@ -56,12 +56,12 @@ class RecurrentGenerationMixin(_Base):
         name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
         given = kwargs.pop(name, None) if inputs is None else inputs
         if given is not None:
-            kwargs = self._laid_out(name, given, kwargs)
+            kwargs = self._lay_out(name, given, kwargs)
         if self.config.is_encoder_decoder:
-            kwargs = self._encoded(kwargs)
+            kwargs = self._encode_sources(kwargs)
         return super().generate(None, *args, **kwargs)  # pyright: ignore
 
-    def _laid_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _lay_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords with prompts and mask in padded rows, and a state that knows whether the rows hold its past."""
         # Every form but rows becomes a ragged batch, in one row.
         if isinstance(given, PackedSequence):
@@ -133,7 +133,7 @@ class RecurrentGenerationMixin(_Base):
         value = kwargs.get(name, getattr(settings, name, None))
         return value.tolist() if isinstance(value, Tensor) else value
 
-    def _encoded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _encode_sources(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of an encoder-decoder, its sources encoded; nothing to do for a decoder."""
         return kwargs
 

@@ -99,14 +99,14 @@ def _run(decay: Tensor, inflow: Tensor, backwards: bool = False) -> Tensor:
 
     On a CPU, a nan or an infinity stays within its sequence.
     """
-    out = _chunked(decay, inflow, backwards, is_spoiled=False)
+    out = _run_chunks(decay, inflow, backwards, is_spoiled=False)
     # 0 · nan is nan: once there, it stays in its channel until the end, so that the last state tells of it.
     if out.device.type == "cpu" and not torch.isfinite(out[0 if backwards else -1]).all():
-        out = _chunked(decay, inflow, backwards, is_spoiled=True)
+        out = _run_chunks(decay, inflow, backwards, is_spoiled=True)
     return out
 
 
-def _chunked(decay: Tensor, inflow: Tensor, backwards: bool, is_spoiled: bool) -> Tensor:
+def _run_chunks(decay: Tensor, inflow: Tensor, backwards: bool, is_spoiled: bool) -> Tensor:
     """``is_spoiled``: whether a state times a decay of 0 is to be 0 whatever the state is."""
     decay, inflow = decay.contiguous(), inflow.contiguous()
     size, width = inflow.shape
@@ -132,13 +132,13 @@ def _chunked(decay: Tensor, inflow: Tensor, backwards: bool, is_spoiled: bool) -
             a, b, h = a[::-1], b[::-1], h[::-1]
         entering = _join(a, b, entering, backwards, is_spoiled) if count > 1 else entering.expand(1, width)
         for decay_now, inflow_now, now in zip(a, b, h, strict=True):
-            torch.addcmul(inflow_now, decay_now, _kept(entering, decay_now, is_spoiled), out=now)
+            torch.addcmul(inflow_now, decay_now, _keep(entering, decay_now, is_spoiled), out=now)
             entering = now
         entering = entering[0 if backwards else -1]
     return out
 
 
-def _kept(state: Tensor, decay: Tensor, is_spoiled: bool) -> Tensor:
+def _keep(state: Tensor, decay: Tensor, is_spoiled: bool) -> Tensor:
     return torch.where(decay == 0, 0.0, state) if is_spoiled else state
 
 
@@ -150,14 +150,14 @@ def _join(decay: Any, inflow: Any, entering: Tensor, backwards: bool, is_spoiled
     # First pass: a chunk maps what enters it to product * entering + ending, where ending comes of a zero state.
     product, ending = decay[0].clone(), inflow[0].clone()
     for decay_now, inflow_now in zip(decay[1:], inflow[1:], strict=True):
-        product = _kept(product, decay_now, is_spoiled).mul_(decay_now)
-        torch.addcmul(inflow_now, decay_now, _kept(ending, decay_now, is_spoiled), out=ending)
+        product = _keep(product, decay_now, is_spoiled).mul_(decay_now)
+        torch.addcmul(inflow_now, decay_now, _keep(ending, decay_now, is_spoiled), out=ending)
     # The join: through these maps, chunk after chunk.
     entering_each = torch.empty_like(ending)
     order = range(len(ending) - 1, -1, -1) if backwards else range(len(ending))
     for chunk in order:
         entering_each[chunk] = entering
-        entering = torch.addcmul(ending[chunk], product[chunk], _kept(entering, product[chunk], is_spoiled))
+        entering = torch.addcmul(ending[chunk], product[chunk], _keep(entering, product[chunk], is_spoiled))
     return entering_each
 
 

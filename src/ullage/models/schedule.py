@@ -157,8 +157,8 @@ class Schedule:
 
     def flip(self, run: Tensor) -> Tensor:
         """Values in run order [size, ...] with each sequence reversed in time, at its own end; undoes itself."""
-        if self._reversed is not None:
-            index, padding = self._reversed
+        if self._reversal is not None:
+            index, padding = self._reversal
             return permute(run, index, index, padding)
         flat = self.run_order == "flat"
         first, second = (self.num_sequences, self.length) if flat else (self.length, self.num_sequences)
@@ -213,7 +213,7 @@ class Schedule:
         return ends, empty
 
     @cached_property
-    def _reversed(self) -> tuple[Tensor, Tensor | None] | None:
+    def _reversal(self) -> tuple[Tensor, Tensor | None] | None:
         """For each place the place of the token as far from its sequence's other end, and the places of padding."""
         if self.lengths is None:
             return None
