@@ -22,7 +22,7 @@ import numpy as np
 
 from ullage.checkpoint.core.manifest import problems_of
 from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
-from ullage.checkpoint.core.paths import looked_at
+from ullage.checkpoint.core.paths import list_anew
 from ullage.checkpoint.core.problem import Problem
 from ullage.core.display import Paged, quantity
 from ullage.core.layout import Int64, Pieces
@@ -344,7 +344,7 @@ class Inventory(Paged):
         in full. Otherwise no tensor data is read.
         """
         found = list(self.read_problems)
-        with looked_at(self.folder):
+        with list_anew(self.folder):
             if manifest:
                 found += problems_of(self.folder)
             for file in self.files:

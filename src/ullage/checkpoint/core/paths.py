@@ -336,16 +336,16 @@ def let_go(path: Path) -> None:
 
 
 @contextmanager
-def looked_at(path: Path) -> Iterator[None]:
-    """As :func:`reached`, with a folder in a store listed anew, so that sizes and names are those of now."""
-    with reached(path):
+def list_anew(path: Path) -> Iterator[None]:
+    """As :func:`name_store_errors`, with a folder in a store listed anew, so that sizes and names are those of now."""
+    with name_store_errors(path):
         if is_remote(path):
             store_at(path).look(key_of(path))
         yield
 
 
 @contextmanager
-def reached(path: Path) -> Iterator[None]:
+def name_store_errors(path: Path) -> Iterator[None]:
     """A context in which the ``OSError`` of a store that cannot be asked is a ``CheckpointError`` that names it."""
     try:
         yield

@@ -35,8 +35,8 @@ from ullage.checkpoint.files.pickling import FunctionCall, Instance, TensorCopy,
 from ullage.checkpoint.files.torchfile import TorchFile, read_pickle, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
 from ullage.checkpoint.formats.entries import (
+    assign_groups,
     cast_of,
-    divided,
     known_buffers,
     number,
     optimizer_groups,
@@ -46,7 +46,7 @@ from ullage.checkpoint.formats.entries import (
     weights_of,
 )
 from ullage.checkpoint.formats.locate import fsdp_schedule, object_of, steps_taken
-from ullage.checkpoint.zero.folder import collected, record_table
+from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
@@ -294,7 +294,7 @@ def read_dcp(folder: Path) -> Inventory:
     details = reading.details()
     return Inventory(
         folder, "dcp", _written_by(folder), reading.files,
-        tuple(divided(reading.tensors, reading.group_of, reading.buffers or ())),
+        tuple(assign_groups(reading.tensors, reading.group_of, reading.buffers or ())),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         read_problems=tuple(reading.problems), records=reading.records, details=details,
     )  # fmt: skip
@@ -343,7 +343,7 @@ class ItemReading:
         """The chunks of a tensor that can be read."""
         found: list[Chunk] = []
         for place in self.places.get(flat, []):
-            with collected(self.problems, place.file, parameter=flat):
+            with collect_problems(self.problems, place.file, parameter=flat):
                 found.append(self._chunk(name, key, place, self.shape_of(flat)))
         return found
 
@@ -361,7 +361,7 @@ class ItemReading:
     def value(self, flat: str, read: Callable[[TorchFile], Any]) -> Any:
         """What ``read`` makes of an item that is in one place; None where it is not there, or cannot be read."""
         for place in self.places.get(flat, [])[:1]:
-            with collected(self.problems, place.file, parameter=flat):
+            with collect_problems(self.problems, place.file, parameter=flat):
                 return read(place.open(self.folder))
         return None
 
@@ -396,7 +396,7 @@ class _DcpReading(ItemReading):
         elif is_tensor and (is_state or not flat.startswith("optim.")):
             name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
             shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
-            with collected(self.problems, parameter=flat):
+            with collect_problems(self.problems, parameter=flat):
                 self.tensors.append(join_chunks(name, key, shape, chunks))
 
     def _settings(self) -> list[dict[str, Any]]:

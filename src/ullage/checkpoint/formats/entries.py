@@ -25,7 +25,7 @@ from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.locate import text_of
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.checkpoint.zero.parallel import flattened
+from ullage.checkpoint.zero.parallel import flatten_bands
 from ullage.checkpoint.zero.shards import ModelFile, ShardFile
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError, InputError
@@ -111,7 +111,9 @@ def states_by_name(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def divided(tensors: Iterable[Tensor], group_of: dict[str, int], buffers: Container[str] = ()) -> Iterator[Tensor]:
+def assign_groups(
+    tensors: Iterable[Tensor], group_of: dict[str, int], buffers: Container[str] = ()
+) -> Iterator[Tensor]:
     """The tensors with their groups; weights that are in no group, where there are some, are frozen or buffers."""
     for tensor in tensors:
         if tensor.name in buffers and tensor.key == "fp32":
@@ -158,7 +160,7 @@ def text_file(name: str, text: bytes) -> Target:
     return Target(name, len(text), texts=((0, text),))
 
 
-def copied(folder: Path, names: Iterable[str]) -> list[Target]:
+def small_file_targets(folder: Path, names: Iterable[str]) -> list[Target]:
     """Those of the small files that lie in the source folder or beside it, as they are."""
     texts = ((name, text_of(folder, name)) for name in names)
     return [text_file(name, text) for name, text in texts if text is not None]
@@ -268,6 +270,6 @@ def _flat(tensor: Tensor) -> Tensor:
     """Slices side by side with nothing before the dim that is cut as one: their bands are stretches of the whole."""
     if tensor.merge.kind != "columns" or tensor.merge.outer != 1:
         return tensor
-    fragments = flattened(tensor.slices, tensor.merge, tensor.numel, tensor.item_bytes)
+    fragments = flatten_bands(tensor.slices, tensor.merge, tensor.numel, tensor.item_bytes)
     whole = Slice(tensor.slices[0].model_rank, tensor.shape, fragments)
     return replace(tensor, slices=(whole,), merge=Merge())

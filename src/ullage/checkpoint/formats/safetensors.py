@@ -27,16 +27,16 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.archive import Payload, Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.entries import (
+    assign_groups,
     cast_of,
-    copied,
-    divided,
     known_buffers,
     optimizer_groups,
+    small_file_targets,
     states_of,
     text_file,
     weights_of,
 )
-from ullage.checkpoint.zero.folder import collected
+from ullage.checkpoint.zero.folder import collect_problems
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError
 
@@ -125,7 +125,7 @@ def _from_json(value: Any) -> Any:
 
 def companions(inventory: Inventory) -> list[Target]:
     """Small files beside the weights, as they lie in the source folder or beside it."""
-    return copied(inventory.folder, _COMPANIONS)
+    return small_file_targets(inventory.folder, _COMPANIONS)
 
 
 def _files(stem: str, named: list[tuple[str, Tensor, str]], metadata: dict[str, str]) -> list[Target]:
@@ -205,12 +205,12 @@ def read_safetensors(folder: Path) -> Inventory:
     missing, notes = missing_parts(folder, labels)
     problems += missing
     details, aliases, buffers = Details(buffers_known=False), dict[str, str](), set[str]()
-    with collected(problems):
+    with collect_problems(problems):
         details, aliases, buffers = _details(said, set(tensors))
     group_of = {name: index for index, names in enumerate(details.names or []) for name in names}
     return Inventory(
         folder, "safetensors", WrittenBy(), tuple(files),
-        tuple(divided(tensors.values(), group_of, buffers)),
+        tuple(assign_groups(tensors.values(), group_of, buffers)),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
         notes=tuple(notes), read_problems=tuple(problems), details=details,
     )  # fmt: skip
@@ -307,7 +307,7 @@ def missing_parts(folder: Path, held: Held) -> tuple[list[Problem], list[str]]:
     for pattern in ("*.safetensors.index*.json", "optimizer/*.safetensors.index*.json"):
         for path in sorted(folder.glob(pattern)):
             name = str(path.relative_to(folder))
-            with collected(problems, name):
+            with collect_problems(problems, name):
                 more, said = _compare_listed(name, _weight_map(path), held)
                 problems += more
                 notes += said

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.core.inventory import Inventory
-from ullage.checkpoint.core.paths import checkpoint_path, let_go, looked_at, reached
+from ullage.checkpoint.core.paths import checkpoint_path, let_go, list_anew, name_store_errors
 from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.formats import model_states, trainer_folder, universal
@@ -57,7 +57,7 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
     """
     path, format = locate_checkpoint(checkpoint_path(folder, storage_options))
     try:
-        with looked_at(path):
+        with list_anew(path):
             return _READERS[format](path)
     finally:
         let_go(path)
@@ -78,7 +78,7 @@ def targets(
     to the layout it was saved on, or parameters whose names cannot be names of files.
     """
     require_format(format, ranks)
-    with reached(inventory.folder):
+    with name_store_errors(inventory.folder):
         return _targets(hub_named(inventory, format), format, dtype, optimizer, ranks)
 
 

@@ -52,7 +52,7 @@ from ullage.checkpoint.formats.name_tables import (
     row_ranges,
 )
 from ullage.checkpoint.formats.safetensors import companions
-from ullage.checkpoint.zero.folder import collected
+from ullage.checkpoint.zero.folder import collect_problems
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
 
@@ -120,7 +120,7 @@ def _inventory(reading: _MegatronReading, common: dict[str, Any], source: TorchF
             )
         )
     elif any(t.key not in ("fp32", "frozen") for t in tensors):
-        tensors, problems = grouped(tensors, groups)
+        tensors, problems = group_by_decay(tensors, groups)
     steps: dict[int, tuple[Any, str | None]] = {
         index: (float(step), "float32") for index, (_, step) in enumerate(groups) if step is not None
     }
@@ -178,7 +178,7 @@ class _MegatronReading(ItemReading):
             what = "a chunk that is no part of its tensor"
             self.problems.append(Problem(what, parameter=flat, expected=str(shape)))
         else:
-            with collected(self.problems, parameter=flat):
+            with collect_problems(self.problems, parameter=flat):
                 self.stored[key, name] = join_chunks(flat, key or "fp32", shape, chunks), stacked
 
     def _chunk(self, name: str, key: str, place: Place, shape: tuple[int, ...]) -> Chunk:
@@ -304,7 +304,7 @@ def group_settings(saved: Any, source: TorchFile) -> list[tuple[dict[str, Any], 
     return found
 
 
-def grouped(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], list[Problem]]:
+def group_by_decay(tensors: list[Tensor], groups: list[Any]) -> tuple[list[Tensor], list[Problem]]:
     """The tensors with their groups. Megatron-Core saves no names: it decays all but biases and what has one dim."""
     decays = [i for i, (group, _) in enumerate(groups) if group.get("wd_mult", group.get("pre_wd_mult", 1.0))]
     others = [i for i in range(len(groups)) if i not in decays]

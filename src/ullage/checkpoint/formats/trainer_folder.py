@@ -22,10 +22,10 @@ from ullage.checkpoint.files.pickling import TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile, read_torch_file
 from ullage.checkpoint.formats.entries import (
     OptimizerGroup,
-    copied,
-    divided,
+    assign_groups,
     number,
     optimizer_groups,
+    small_file_targets,
     states_by_name,
     weights_of,
 )
@@ -64,7 +64,7 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
     scheduler = schedule_of(inventory)
     if scheduler is not None:
         targets.append(archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT))
-    targets += copied(inventory.folder, _COPIED)
+    targets += small_file_targets(inventory.folder, _COPIED)
     return targets + companions(inventory)
 
 
@@ -135,7 +135,7 @@ def read_trainer(folder: Path) -> Inventory:
         buffers_known=base.details.buffers_known,
     )  # fmt: skip
     group_of = {name: index for index, names in enumerate(found.names) for name in names}
-    tensors = divided(base.tensors, group_of)
+    tensors = assign_groups(base.tensors, group_of)
     problems = () if found.problem is None else (found.problem,)
     return replace(
         base,

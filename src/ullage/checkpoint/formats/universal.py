@@ -41,7 +41,7 @@ from ullage.checkpoint.formats.entries import (
 )
 from ullage.checkpoint.zero import shards
 from ullage.checkpoint.zero.expert_layers import router_copies
-from ullage.checkpoint.zero.folder import collected, record_table
+from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.parallel import SubParameters
 from ullage.checkpoint.zero.partitions import undealt
@@ -185,7 +185,7 @@ def read_universal(folder: Path) -> Inventory:
     models = found.models()
     paths = sorted((folder / "zero").glob("*/*.pt"), key=lambda path: path.parts)
     groups = [shapes for model in models for shapes in model.param_shapes or []]
-    with collected(found.problems, "zero/optimizer_state.pt"):
+    with collect_problems(found.problems, "zero/optimizer_state.pt"):
         found.read_optimizer({path.stem for path in paths})
     # The n-th entry of ``param_shapes`` is the n-th flat buffer, of which the groups list the numbers. The model ranks
     # have the same groups.
@@ -195,7 +195,7 @@ def read_universal(folder: Path) -> Inventory:
     shapes = {name: shape for named in groups for name, shape in named.items()}
     hold_descriptions((path, 0, path.stat().st_size) for path in paths)
     for path in paths:
-        with collected(found.problems, str(path.relative_to(folder))):
+        with collect_problems(found.problems, str(path.relative_to(folder))):
             found.add(path, shapes, group_of)
     for model in models:
         found.add_of_module(model, shapes)
@@ -257,7 +257,7 @@ class _Reading:
         found = []
         for path in whole:
             file = File(path.name, path.stat().st_size, "model", 0, 0)
-            with collected(self.problems, path.name):
+            with collect_problems(self.problems, path.name):
                 model, source = shards.read_model(self.folder, len(self.files), file)
                 found.append(model)
                 model.aliases |= router_copies(model)
@@ -334,7 +334,7 @@ class _Reading:
             kind = "buffer" if name in self.buffers else "frozen"
             # Stage 3 leaves a tensor of no elements for each parameter that it shards.
             if kind == "buffer" or ref.numel:
-                with collected(self.problems, model.name):
+                with collect_problems(self.problems, model.name):
                     self.tensors.append(whole_tensor(name, kind, ref, model.file, model.source, kind))
 
 

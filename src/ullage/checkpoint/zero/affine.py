@@ -149,7 +149,7 @@ class Joint(NamedTuple):
     extra: dict[str, Any]
 
 
-def placed_by_map(
+def place_by_map(
     name: str,
     given: AffineMap,
     slices: list[Slice],

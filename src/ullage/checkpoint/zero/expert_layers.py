@@ -34,7 +34,7 @@ from ullage.checkpoint.core.inventory import Fragments, Group, Slice, Tensor
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile
-from ullage.checkpoint.zero.folder import Folder, collected
+from ullage.checkpoint.zero.folder import Folder, collect_problems
 from ullage.checkpoint.zero.modules import Kind, whole_tensor
 from ullage.checkpoint.zero.shards import ExpertFile, ModelFile, ShardFile
 
@@ -216,7 +216,7 @@ def untrained_experts(folder: Folder, trained: set[str]) -> list[tuple[int, Tens
             if (name if numbered else stack) in trained:
                 continue
             kind: Kind = "buffer" if numbered and (numbered[0], numbered[2]) in buffers else "frozen"
-            with collected(folder.problems, held.name, parameter=name):
+            with collect_problems(folder.problems, held.name, parameter=name):
                 made = whole_tensor(name, kind, ref, held.file, held.source, kind)
                 if numbered:
                     found.append((held.model_rank, made))

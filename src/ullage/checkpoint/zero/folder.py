@@ -112,7 +112,7 @@ def read_folder(path: Path) -> Folder:
 
 
 @contextmanager
-def collected(
+def collect_problems(
     problems: list[Problem], file: str | None = None, rank: int | None = None, parameter: str | None = None
 ) -> Iterator[None]:
     """A context in which what is wrong becomes a problem, which names these; a refused file ends the reading."""

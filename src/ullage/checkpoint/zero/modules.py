@@ -16,7 +16,7 @@ from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.torchfile import TorchFile, read_torch_file
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.folder import Folder, collected, record_table
+from ullage.checkpoint.zero.folder import Folder, collect_problems, record_table
 from ullage.checkpoint.zero.parallel import Joining, Stages
 from ullage.checkpoint.zero.partitions import stage3_group
 
@@ -89,7 +89,7 @@ def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str]) -> di
             _note_other_value(folder, name, value, model.name)
         elif isinstance(name, str) and name not in trained and (name not in tied or name in model.buffer_names):
             kind = "buffer" if name in model.buffer_names else "frozen"
-            with collected(folder.problems, model.name, model.dp_rank, name):
+            with collect_problems(folder.problems, model.name, model.dp_rank, name):
                 found[name] = whole_tensor(name, kind, value, model.file, model.source, kind)
     return found
 
@@ -155,7 +155,7 @@ def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
         match = shards.LAYER.fullmatch(file.name)
         if match is None:
             continue
-        with collected(folder.problems, file.name):
+        with collect_problems(folder.problems, file.name):
             source = read_torch_file(folder.path / file.name)
             folder.records[index] = record_table(source)
             root = metadata.mapping(source.root, "a layer", str(folder.path / file.name))

@@ -23,7 +23,7 @@ from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
 from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.zero import shards
-from ullage.checkpoint.zero.affine import AffineMaps, Joint, placed_by_map
+from ullage.checkpoint.zero.affine import AffineMaps, Joint, place_by_map
 from ullage.checkpoint.zero.folder import Folder
 from ullage.core.errors import CheckpointError
 
@@ -187,7 +187,7 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
     stated = _by_patterns(name, slices, patterns) if patterns.states(name) else None
     made: list[Joined] = []
     for choice in range(1 if given.is_replicated else given.num_holders):
-        place = placed_by_map(name, given, slices, stated, lambda: _by_patterns(name, slices, patterns), choice)
+        place = place_by_map(name, given, slices, stated, lambda: _by_patterns(name, slices, patterns), choice)
         whole = slices
         if place is None:  # no bands: run by run
             found = given.fragments(slices, choice, item_bytes)
@@ -249,7 +249,7 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
         merge = Merge()  # nothing was cut, and its sub-parameters already lie in order
     numel = math.prod(shape)
     if merge.kind == "columns" and merge.outer == 1:
-        return Joined(shape, (_whole(slices, shape, flattened(slices, merge, numel, item_bytes)),), Merge(), extra)
+        return Joined(shape, (_whole(slices, shape, flatten_bands(slices, merge, numel, item_bytes)),), Merge(), extra)
     if merge.kind == "flat":
         held = slices[0].fragments
         cut = held if math.prod(slices[0].shape) <= numel else held.window(0, numel, item_bytes)
@@ -351,7 +351,7 @@ def _sub_shapes(name: str, slices: list[Slice], sub: SubParameters, pattern: str
     return dim, tuple(shape), widths, SubParameters(sub.patterns, tuple(kept), dim)
 
 
-def flattened(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
+def flatten_bands(slices: Sequence[Slice], merge: Merge, limit: int, item_bytes: int) -> Fragments:
     """The fragments of bands that are contiguous runs of the whole, cut at ``limit`` elements (padding rows)."""
     parts = []
     for band in merge.bands:

@@ -41,7 +41,7 @@ from ullage.checkpoint.zero.states import (
     Momentum,
     Uncut,
     compare_uncut,
-    taken_momentum,
+    take_momentum,
 )
 from ullage.core.errors import CheckpointError
 
@@ -363,7 +363,7 @@ class _Trained:
                 {p.name: p.shape for part in parts if part.group.index == index for p in part.placed}
                 for index in range(len(shapes))
             ]
-        momenta = [taken_momentum(part.group, part.local, part.mine) for part in parts]
+        momenta = [take_momentum(part.group, part.local, part.mine) for part in parts]
         uncut = self.uncut[model_rank] = compare_uncut(list(mine.values()), groups)
         folder.notes += uncut.notes
         for part in parts:

@@ -255,7 +255,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
                 "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
             )
         flat, scalar = _split(source, master, state, f"{where}, group {i}")
-        flats.append(decoded(flat))
+        flats.append(decode_states(flat))
         scalars.append(scalar)
         step = state.get("step")
         dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
@@ -324,7 +324,7 @@ def _states(
     state = metadata.mapping(base.get("state"), f"state of {entry}", where)
     found = []
     for identity, g in zip(ids, groups):
-        held = unwrapped(dict(metadata.mapping(state.get(identity), f"state of {entry}", where)))
+        held = unwrap_state(dict(metadata.mapping(state.get(identity), f"state of {entry}", where)))
         step = settings[g].get("step") if g < len(settings) else None
         # FusedAdam keeps the step in the group, not in the state of each parameter.
         if "step" not in held and step is not None:
@@ -413,7 +413,7 @@ class FlatTensor:
         return ITEM_BYTES[self.dtype] if self.coded is None else 1
 
 
-def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+def unwrap_state(state: dict[str, Any]) -> dict[str, Any]:
     """The state of one parameter without the dict in it that hides tensors from FSDP."""
     inner = state.get(_WRAPPED)
     if not isinstance(inner, dict):
@@ -421,7 +421,7 @@ def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key != _WRAPPED} | inner
 
 
-def decoded(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
+def decode_states(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
     """The tensors of a group by key, where codes with their scales and table are one float32 tensor.
 
     What does not have the layout above stays as it is, to be refused by its name (``states``).

@@ -1,7 +1,7 @@
 """Optimizer state that is not cut like the weights, and what else of a ZeRO checkpoint writers of other formats need.
 
 A state tensor as long as the partition is cut with the weights, after ``shards.decoded`` has found what is quantised.
-Muon's momentum is whole parameters (:func:`taken_momentum`). Any other tensor may belong to ONE rank's partition, and
+Muon's momentum is whole parameters (:func:`take_momentum`). Any other tensor may belong to ONE rank's partition, and
 would mean nothing once the partition is gone: the optimizer's state is refused. The weights are not concerned. Numbers
 that are the same on all ranks are carried.
 
@@ -158,7 +158,7 @@ class Momentum:
     copies: dict[str, list[Fragments]] = field(default_factory=dict)
 
 
-def taken_momentum(group: Group, named: Shapes, mine: dict[int, ShardFile]) -> Momentum | None:
+def take_momentum(group: Group, named: Shapes, mine: dict[int, ShardFile]) -> Momentum | None:
     """The momentum of a Muon group, taken out of the shards; None where the group has none of this layout.
 
     Args:
