@@ -1,4 +1,4 @@
-"""``compute_metrics`` gets sequences of true length, each once and in order, on every number of processes."""
+"""``compute_metrics`` gets sequences of true length, each once and in order, on every number of processes, and eval_loss is by token."""
 
 import functools
 import json
@@ -42,6 +42,15 @@ def one_by_one(name):
     return outputs, losses
 
 
+def mean_loss(name):
+    """The mean over all labels that count, which is that of no batch's means."""
+    before = int(name in ("packed llama", "recurrent"))  # the first label of a sequence has nothing before it
+    labels = [np.atleast_1d(sample["labels"])[before:] for sample in metrics_script.samples_for(name)]
+    counts = [int((each != -100).sum()) for each in labels]
+    sums = [loss * n for loss, n in zip(one_by_one(name)[1], counts) if n]
+    return sum(sums) / sum(counts)
+
+
 def assert_close(mine, theirs):
     assert len(mine) == len(theirs)
     for one, other in zip(mine, theirs):
@@ -65,6 +74,7 @@ def check_whole(results):
             continue
         assert call["label_ids"] == [s["labels"] for s in samples], case
         assert results[case]["metrics"]["eval_number"] == len(samples)
+        assert results[case]["metrics"]["eval_loss"] == pytest.approx(mean_loss(name), abs=1e-5), case
         if case == "accumulated":
             assert call["predictions"] == [output.argmax(-1).tolist() for output in outputs]
         elif case == "tuple":  # the labels that the model saw: a sequence's first one has nothing before it

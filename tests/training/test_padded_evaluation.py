@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.support.launch import torchrun
 from tests.support.small_runs import quiet
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -101,34 +97,11 @@ def collator(name, form):
     )
 
 
-#: How each of transformers' example scripts reads what it is given.
-def ner(p):
-    predictions, labels = p
-    predictions = np.argmax(predictions, axis=2)
-    rows = zip(predictions, labels)
-    right = [guess == label for row, known in rows for guess, label in zip(row, known) if label != -100]
-    return {"accuracy": float(np.mean(right))}
-
-
-def mlm(eval_preds):
-    preds, labels = eval_preds
-    labels = labels.reshape(-1)
-    preds = preds.reshape(-1)
-    mask = labels != -100
-    return {"accuracy": float((preds[mask] == labels[mask]).mean())}
-
-
-def clm(eval_preds):
-    preds, labels = eval_preds
-    labels = labels[:, 1:].reshape(-1)
-    preds = preds[:, :-1].reshape(-1)
-    mask = labels != -100  # the script's rows are all of one length
-    return {"accuracy": float((preds[mask] == labels[mask]).mean())}
-
-
-def glue(p):
-    preds = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-    return {"accuracy": float((np.argmax(preds, axis=1) == p.label_ids).mean())}
+def accuracy(p):
+    """As transformers' example scripts compute it: over the labels that are not -100."""
+    predictions = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
+    guesses = predictions.argmax(-1) if predictions.ndim > p.label_ids.ndim else predictions
+    return {"accuracy": float((guesses == p.label_ids)[p.label_ids != -100].mean())}
 
 
 def translation(eval_preds):
@@ -147,7 +120,7 @@ def chosen(logits, labels):
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
 
 
-METRICS = {"tagger": ner, "words": mlm, "llama": clm, "recurrent": clm, "classes": glue}
+MEASURED = ("tagger", "words", "llama", "recurrent", "classes")
 
 
 def make(kind, arguments, name, form, folder, metrics=None, chooses=("words", "llama", "recurrent"), **options):
@@ -159,7 +132,7 @@ def make(kind, arguments, name, form, folder, metrics=None, chooses=("words", "l
         data_collator=collator(name, form),
         eval_dataset=samples(name),
         processing_class=byte_tokenizer(),
-        compute_metrics=metrics or METRICS.get(name, lambda p: {}),
+        compute_metrics=metrics or (accuracy if name in MEASURED else lambda p: {}),
         preprocess_logits_for_metrics=chosen if name in chooses else None,
     )
     if name == "recurrent" and kind is transformers.Trainer:
@@ -260,25 +233,3 @@ def test_metrics_batch_by_batch_get_what_transformers_gives_them(form, tmp_path)
         assert torch.equal(mine.label_ids, theirs.label_ids)
         assert torch.equal(mine.predictions[there], theirs.predictions[there])
         assert torch.equal(mine.inputs["input_ids"][there], theirs.inputs["input_ids"][there])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["tagger", "classes"])
-def test_two_processes_give_the_arrays_of_one(name, tmp_path):
-    torchrun(2, __file__, name, tmp_path)
-    alone = run(Trainer, TrainingArguments, name, "ragged", tmp_path)
-    for rank in (0, 1):
-        found = np.load(tmp_path / f"found{rank}.npz")
-        assert_same(found["predictions"], alone.predictions, exactly=True)
-        assert_same(found["labels"], alone.label_ids, exactly=True)
-
-
-def main():
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    found = run(Trainer, TrainingArguments, name, "ragged", folder)
-    np.savez(folder / f"found{os.environ['RANK']}.npz", predictions=found.predictions, labels=found.label_ids)
-
-
-if __name__ == "__main__":
-    main()
