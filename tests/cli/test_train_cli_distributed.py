@@ -8,9 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.support import save_script
-from tests.support.launch import torchrun
-from tests.support.train_verb import jsonl, losses, record, steps_saved, texts, train_in
+from tests.support.train_verb import jsonl, losses, record, texts, train_in
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -105,48 +103,3 @@ def test_a_mistake_is_said_in_one_line_by_one_rank_and_no_process_hangs(two, mis
     assert line.startswith(f"ullage: {message}")
     assert "Traceback" not in done.stderr
     assert not (folder / "bad").exists()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """What two ranks of a Trainer said about damage, and the folder."""
-    folder = tmp_path_factory.mktemp("saved")
-    torchrun(2, save_script.__file__, folder)
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def test_a_damaged_checkpoint_raises_the_same_line_on_every_rank(saved):
-    folder, (first, second) = saved
-    for name, found in (("deleted", "found no such file"), ("cut", "found 100")):
-        message = first[name]["outcome"]
-        assert message == second[name]["outcome"]
-        assert message.startswith(
-            f"CheckpointError: this checkpoint is damaged ({folder}/{name}/checkpoint-4/rng_state_1.pth): expected "
-        )
-        assert f"{found}. Take {folder}/{name}/checkpoint-2, the newest whole one before it" in message
-        assert first[name]["losses"] == second[name]["losses"] == []
-
-
-def test_a_bare_resume_passes_a_damaged_checkpoint_over_on_every_rank(saved):
-    folder, (first, second) = saved
-    for rank in (first, second):
-        assert rank["bare"]["outcome"] == 6
-        assert rank["bare"]["losses"] == first["losses"]
-    assert steps_saved(folder / "bare") == [2, 4, 6]
-    [line] = first["bare"]["said"]
-    assert line.startswith(f"{folder}/bare/checkpoint-4 is damaged and left as it is: rng_state_1.pth: expected ")
-    assert second["bare"]["said"] == []
-    assert (folder / "bare" / "checkpoint-4.damaged" / "damaged.txt").is_file()
-
-
-def test_random_states_that_are_not_there_are_said_once(saved):
-    folder, (first, second) = saved
-    ending = "what is drawn there, such as dropout, goes on from the seed"
-    for name, held in (("older", "none for rank 1"), ("fewer", "not of 2")):
-        checkpoint = folder / name / "checkpoint-4"
-        assert first[name]["said"] == [
-            f"{checkpoint} has no manifest.json, so its files are loaded unchecked",
-            f"{checkpoint} holds random states of 1 process, {held}: {ending}",
-        ]
-        assert second[name]["said"] == []
-        assert first[name]["outcome"] == second[name]["outcome"] == 6

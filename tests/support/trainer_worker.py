@@ -57,6 +57,10 @@ def arguments(job: Job, folder: Path | None, **options: Any) -> Any:
     )
 
 
+def losses(trainer: Any) -> dict[int, float]:
+    return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+
+
 def train(job: Job, rank: int) -> dict[str, Any]:
     """Eight steps of training, or, from ``job.load_from``, what is left of them; the losses by step."""
     from transformers import Trainer
@@ -67,7 +71,7 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     with checkpoints_loaded_by(lambda engine, path, strict: False):
         trainer.train(resume_from_checkpoint=str(job.load_from) if job.load_from else None)
     assert job.load_from is None or trainer.state.global_step == 8
-    return {"losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}}
+    return {"losses": losses(trainer)}
 
 
 def train_ours(job: Job, rank: int) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def train_ours(job: Job, rank: int) -> dict[str, Any]:
     trainer = Trainer(model=Wrapped(build(job)), args=arguments(job, job.save_to), train_dataset=Rows())
     said = str(trainer.conversion_for(job.load_from)) if job.load_from else ""
     trainer.train(resume_from_checkpoint=str(job.load_from) if job.load_from else None)
-    return {"losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}, "said": said}
+    return {"losses": losses(trainer), "said": said}
 
 
 #: files of a checkpoint at stage 2 on two ranks
@@ -101,7 +105,7 @@ DAMAGE = {"flipped": flip, "cut": lambda path: os.truncate(path, path.stat().st_
 
 
 def damage(job: Job, rank: int) -> dict[str, Any]:
-    """Five steps inside an epoch of eight; what is said of every kind of damage, and what is trained from what."""
+    """Five steps inside an epoch of eight; what is said of damage of every kind, and what is trained from what."""
     from ullage.training import Trainer
 
     assert job.save_to is not None
@@ -109,9 +113,6 @@ def damage(job: Job, rank: int) -> dict[str, Any]:
     def make(folder: Path) -> Any:
         options = arguments(job, folder, max_steps=5, save_steps=2)
         return Trainer(model=Wrapped(build(job)), args=options, train_dataset=Rows())
-
-    def losses(trainer: Any) -> dict[int, float]:
-        return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
 
     def copy(name: str, without: str, do: Any) -> Path:
         folder = job.results / name.replace("/", "-")
@@ -124,14 +125,13 @@ def damage(job: Job, rank: int) -> dict[str, Any]:
     whole = make(job.save_to)
     whole.train()
     said = {}
-    for name in FILES:
-        for kind, do in DAMAGE.items():
-            folder = copy(f"{kind}-{name}", "checkpoint-5", lambda folder: do(folder / "checkpoint-4" / name))  # noqa: B023
-            try:
-                make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-                said[name, kind] = "trained"
-            except Exception as error:
-                said[name, kind] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
+    for name, kind in zip(FILES, [*DAMAGE, *DAMAGE], strict=True):
+        folder = copy(f"{kind}-{name}", "checkpoint-5", lambda folder: DAMAGE[kind](folder / "checkpoint-4" / name))  # noqa: B023
+        try:
+            make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+            said[name, kind] = "trained"
+        except Exception as error:
+            said[name, kind] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
     bare = make(copy("bare", "checkpoint-5", lambda folder: flip(folder / "checkpoint-4" / FILES[1])))
     bare.train(resume_from_checkpoint=True)
     last = make(copy("last", "nothing", lambda folder: None))

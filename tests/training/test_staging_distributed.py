@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import processes
-from ullage.training.saving import damage, staging
+from ullage.training.saving import damage, resuming, staging
 
 pytestmark = pytest.mark.distributed
 
@@ -111,3 +111,21 @@ def test_all_ranks_raise_what_one_of_them_found(root):
         assert after == [[], [], []]  # the one before is whole
         assert without == [[], [], [f"{root}/saved has no manifest.json, so its files are loaded unchecked"]]
     assert not list(root.glob("rank*"))
+
+
+def notes_on(rank, world, *checkpoints):
+    return [resuming.state_notes(Path(checkpoint)) for checkpoint in checkpoints]
+
+
+def test_random_states_that_are_not_there_are_told_by_every_rank(tmp_path):
+    """Of one rank of two, and of a run on one process."""
+    wanted = []
+    for name, file, held in (("older", "rng_state_0.pth", "none for rank 1"), ("fewer", "rng_state.pth", "not of 2")):
+        checkpoint = tmp_path / name
+        checkpoint.mkdir()
+        for each in (file, "optimizer.pt", "scheduler.pt"):
+            (checkpoint / each).touch()
+        ending = "what is drawn there, such as dropout, goes on from the seed"
+        wanted.append([f"{checkpoint} holds random states of 1 process, {held}: {ending}"])
+    places = map(str, (tmp_path / "older", tmp_path / "fewer"))
+    assert processes.values(processes.run(notes_on, 2, *places)) == [wanted, wanted]

@@ -100,6 +100,7 @@ def test_any_stage_on_any_number_of_ranks(sources, tmp_path: Path, source: int, 
     resume(tmp_path, folder, expected, world, stage)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "stage", "world"), [(1, 3, 3), (2, 1, 8), (3, 2, 2)])
 def test_the_shards_of_another_layout(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
@@ -112,6 +113,7 @@ def test_the_shards_of_another_layout(sources, tmp_path: Path, source: int, stag
     assert all(result["client_state"]["note"] == "kept" for result in losses)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "stage", "world"), [(1, 2, 8), (2, 1, 3), (3, 1, 2), (3, 2, 1)])
 def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
@@ -203,17 +205,14 @@ def test_every_rank_raises_for_a_file_that_is_cut_short(sources, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "target", "world"), [(1, 3, 3), (3, 2, 1)])
-def test_the_hugging_face_trainer_resumes(tmp_path: Path, stage: int, target: int, world: int) -> None:
+def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     """Two ranks train and save; the Trainer on other ranks at another stage goes on from the universal checkpoint."""
     trainer = {"module": "tests.support.trainer_worker", "function": "train"}
-    first = launch(Job(tmp_path / "first", 2, stage, seed=1, save_to=tmp_path / "out", **trainer))
+    first = launch(Job(tmp_path / "first", 2, 1, seed=1, save_to=tmp_path / "out", **trainer))
     assert not failed(first), failed(first)[0]
     checkpoint = tmp_path / "out" / "checkpoint-3"
     ullage.checkpoint.convert(checkpoint / "global_step3", checkpoint / "global_step3_universal")
-    second = launch(
-        Job(tmp_path / "second", world, target, seed=7, save_to=tmp_path / "out2", load_from=checkpoint, **trainer)
-    )
+    second = launch(Job(tmp_path / "second", 3, 3, seed=7, save_to=tmp_path / "out2", load_from=checkpoint, **trainer))
     assert not failed(second), failed(second)[0]
     expected, found = first[0]["losses"], second[0]["losses"]
     assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)
@@ -250,7 +249,7 @@ def test_nothing_is_loaded_from_a_damaged_checkpoint_of_zero(tmp_path: Path) -> 
     results = launch(Job(tmp_path / "results", 2, 2, seed=1, save_to=tmp_path / "out", **trainer))
     assert not failed(results), failed(results)[0]
     said = results[0]["said"]
-    assert len(said) == 18
+    assert len(said) == 6
     for (name, kind), message in said.items():
         assert results[1]["said"][name, kind] == message
         assert message.startswith(f"CheckpointError: this checkpoint is damaged (RUN/checkpoint-4/{name}): expected ")
