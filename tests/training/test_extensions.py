@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
-from torch.utils.file_baton import FileBaton
 
 from tests.support import processes
-from tests.support.locks import remove_abandoned_locks
 from ullage.cli.train.process import REFUSALS, one_line_of
 from ullage.core.errors import InputError
 from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
@@ -69,19 +65,3 @@ def test_an_optimizer_that_cannot_be_compiled_is_said_in_one_line(tmp_path):
     (said,) = processes.values(processes.run(compile_an_optimizer, 1, tmp_path, loads=("torch", "training")))
     assert said.startswith("the run cannot begin: found ")
     assert "\n" not in said
-
-
-def test_only_locks_that_nobody_holds_are_removed(tmp_path):
-    for name in ("held", "left"):
-        (tmp_path / name).mkdir()
-    held = FileBaton(str(tmp_path / "held" / "lock"))
-    assert held.try_acquire()
-    script = "import os, sys; from torch.utils.file_baton import FileBaton; FileBaton(sys.argv[1]).try_acquire(); os._exit(9)"
-    left = tmp_path / "left" / "lock"
-    assert subprocess.run([sys.executable, "-c", script, str(left)], check=False).returncode == 9
-    assert left.exists()
-    assert remove_abandoned_locks(tmp_path, grace=0.01) == [left]
-    assert not left.exists()
-    assert (tmp_path / "held" / "lock").exists()
-    held.release()
-    assert remove_abandoned_locks(tmp_path, grace=0.01) == []
