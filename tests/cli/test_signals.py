@@ -1,10 +1,9 @@
 """SIGTERM and Ctrl-C on one of two ranks of ``ullage train``: all of them save, end with 143 or 130, and go on."""
 
-import json
-
 import pytest
 
 from tests.support.exits import Server, texts
+from tests.support.train_verb import losses
 from ullage.training.saving.checkpoints import checkpoints_in
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -23,11 +22,6 @@ def arguments(folder, name, *more):
     fixed = ["--per_device_train_batch_size", 4, "--max_steps", 8, "--save_steps", 100, "--logging_steps", 1]
     fixed += ["--disable_tqdm", "true", "--eval_strategy", "no", "--data", texts(folder), "--use_cpu"]
     return [*fixed, *more, "--output_dir", folder / name]
-
-
-def losses(folder):
-    history = json.loads((checkpoints_in(folder)[-1] / "trainer_state.json").read_text())["log_history"]
-    return {row["step"]: row["loss"] for row in history if "loss" in row}
 
 
 @pytest.mark.parametrize("layout", [TRAINER, PARALLEL], ids=["Trainer", "over dp"])

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from tests.support.hub import COMMIT, put_in_cache
-from tests.support.launch import real_torchrun
 from tests.support.train_verb import jsonl, record, train
 from ullage.cli.train import limits, process, verb
 from ullage.cli.train.arguments import parse
@@ -347,16 +346,6 @@ def test_a_checkpoint_without_a_tokenizer_takes_the_models_own(folders, tmp_path
 
 def _files(folder: Path, word: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if word in path.name}
-
-
-@pytest.mark.slow
-def test_two_processes_take_a_model_by_name(folders, tmp_path, texts):
-    put_in_cache(tmp_path / "hub", "org/tiny", folders / "llama")
-    script = tmp_path / "main.py"
-    script.write_text("from ullage.cli import main\nmain()\n")
-    arguments = ["train", "--data", texts, "--output_dir", tmp_path / "out", *TINY]
-    said = real_torchrun(2, script, *arguments, "--model", "org/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
-    assert said.count("model: org/tiny, revision") == 1
 
 
 def test_other_ranks_leave_the_first_time_to_say_what_is_wrong(monkeypatch, capsys):
