@@ -80,13 +80,6 @@ def test_packed_pairs_of_any_lengths_equal_each_pair_alone(sizes):
     assert_exact(build(), pairs_of(sizes))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_repeats_the_same_row(reentrant):
-    model = build().train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_exact(model, pairs_of(PAIRS))
-
-
 def test_other_heads_and_eager_attention_run_as_a_whole():
     model = build()
     model.set_attn_implementation("eager")

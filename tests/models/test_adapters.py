@@ -7,11 +7,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from tests.support.small_runs import losses, quiet
 from ullage import InputError, RaggedBatch
 from ullage.models import Cell, RecurrentConfig, RecurrentForCausalLM, RecurrentModel, register_cell
 from ullage.models.adapters import lora_targets
 from ullage.models.cells import CELLS
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from ullage.training import RaggedCollator, Trainer
 
 LENGTHS = (3, 17, 1, 9, 2, 5)
 
@@ -166,21 +167,14 @@ def test_an_adapter_generates_checkpoints_gradients_and_is_copied():
 
 
 def train(folder, packing=False, **options):
-    arguments = TrainingArguments(
-        str(folder), max_steps=6, per_device_train_batch_size=3, learning_rate=0.1, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, packing_capacity=24 if packing else None,
-        **{"save_strategy": "no", **options},
-    )  # fmt: skip
+    options = {"max_steps": 6, "packing_capacity": 24 if packing else None, **options}
+    arguments = quiet(folder, per_device_train_batch_size=3, learning_rate=0.1, **options)
     return Trainer(
         adapted(),
         arguments,
         data_collator=RaggedCollator(labels_from="input_ids"),
         train_dataset=make_samples(6) * 4,
     )
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("packing", [False, True])

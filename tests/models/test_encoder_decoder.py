@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from ullage.core.errors import InputError
 from ullage.models import (
-    Cell,
     RecurrentEncoderDecoder,
     RecurrentEncoderDecoderConfig,
 )
-from ullage.models.cells import CELLS, State
 
 SOURCES = torch.tensor([[3, 4, 5], [6, 7, 8]])
 LABELS = torch.tensor([[9, 10, 11, 2], [12, 2, -100, -100]])
@@ -64,27 +61,6 @@ def test_embeddings_resize_on_both_sides_with_their_head(tied: bool) -> None:
     assert torch.isfinite(model(input_ids=new, labels=new).loss)
     model.resize_token_embeddings(20)
     assert torch.equal(model(input_ids=SOURCES, labels=LABELS).logits[real], before[real])
-
-
-def test_a_cell_of_ones_own_encodes_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LeakyCell(Cell):
-        """A state that halves at each step."""
-
-        def __init__(self, input_size: int, hidden_size: int) -> None:
-            super().__init__(input_size, hidden_size)
-            self.project = nn.Linear(input_size, hidden_size)
-
-        def step(self, values: Tensor, state: State) -> State:
-            return (0.5 * state[0] + self.project(values),)
-
-    monkeypatch.setitem(CELLS, "leaky", LeakyCell)
-    for bidirectional in (False, True):
-        model = _model(cell="leaky", bidirectional=bidirectional).double()
-        together = model(input_ids=SOURCES, labels=LABELS).logits[1, :2]
-        alone = model(input_ids=SOURCES[1:], labels=LABELS[1:, :2]).logits[0]
-        assert torch.allclose(together, alone, rtol=0, atol=1e-12)
-        rows = model.generate(SOURCES, num_beams=3, max_new_tokens=4)
-        assert torch.equal(rows, model.generate(SOURCES, num_beams=3, max_new_tokens=4, use_cache=False))
 
 
 def test_the_state_bridge_hands_on_the_upper_layers() -> None:

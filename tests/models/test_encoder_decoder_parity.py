@@ -266,20 +266,6 @@ def test_a_target_nobody_labelled_counts_nowhere() -> None:
     assert loss.item() == pytest.approx(fewer.item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
-    model = _model(num_hidden_layers=2).double().train()
-    keywords, _ = _nested(_samples())
-    model(**keywords).loss.backward()
-    plain = gradients(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    layers: list[Any] = [*model.encoder.layers, *model.decoder.layers]
-    assert all(layer.gradient_checkpointing for layer in layers)
-    model(**keywords).loss.backward()
-    again = gradients(model)
-    assert all(torch.allclose(again[name], plain[name], rtol=0, atol=1e-12) for name in plain)
-
-
 def test_embeddings_given_equal_embeddings_looked_up() -> None:
     model = _model().eval()
     keywords, _ = _padded("left", "right", 0)(_samples())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from tests.support.small_runs import losses, quiet
 from ullage import RaggedBatch
 from ullage.models import (
     Cell,
@@ -21,7 +22,7 @@ from ullage.models import (
     register_cell,
 )
 from ullage.models.cells import CELLS, State
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer, TrainingArguments
+from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 HEADS = {
@@ -152,12 +153,9 @@ def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
     try:
         model = _model("causal", cell="leaky", num_hidden_layers=2, hidden_size=16).train()
         samples = [{"input_ids": [3 + (k + i) % 5 for k in range(4 + i % 7)]} for i in range(32)]
-        arguments: dict[str, Any] = {"max_steps": 60, "per_device_train_batch_size": 16, "learning_rate": 0.1}
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(
-                str(tmp_path / "run"), **arguments, save_strategy="no", use_cpu=True, disable_tqdm=True, report_to=[]
-            ),
+            args=quiet(tmp_path / "run", max_steps=60, per_device_train_batch_size=16, learning_rate=0.1),
             data_collator=RaggedCollator(labels_from="input_ids"),
             train_dataset=samples,  # pyright: ignore[reportArgumentType]
             eval_dataset=samples,  # pyright: ignore[reportArgumentType]
@@ -200,32 +198,21 @@ def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) 
         return {"input_ids": ids, "labels": {"causal": ids, "token": ids % 3}.get(head, ids[0] % 3)}
 
     samples = [sample(length) for length in (4, 1, 9, 2, 6, 6, 3, 11)]
+    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3}
     runs = []
     for name, collator in (("ragged", RaggedCollator()), ("packed", PackedSequenceCollator())):
         trainer = Trainer(
             model=_model(head, cell="gru").double(),
-            args=TrainingArguments(
-                str(tmp_path / name),
-                max_steps=3,
-                per_device_train_batch_size=3,
-                per_device_eval_batch_size=3,
-                logging_steps=1,
-                save_strategy="no",
-                use_cpu=True,
-                disable_tqdm=True,
-                report_to=[],
-                ragged_predictions=True,
-            ),
+            args=quiet(tmp_path / name, **sizes, max_steps=3, ragged_predictions=True),
             data_collator=collator,
             train_dataset=samples,  # pyright: ignore[reportArgumentType]
             eval_dataset=samples,  # pyright: ignore[reportArgumentType]
         )
         trainer.train()
         predicted = trainer.predict(samples)  # pyright: ignore[reportArgumentType]
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        runs.append((losses, predicted.metrics["test_loss"], predicted.predictions))  # pyright: ignore
-    (losses, loss, rows), (packed_losses, packed_loss, packed_rows) = runs
-    assert packed_losses == pytest.approx(losses, abs=1e-9)
+        runs.append((losses(trainer), predicted.metrics["test_loss"], predicted.predictions))  # pyright: ignore
+    (each, loss, rows), (packed, packed_loss, packed_rows) = runs
+    assert packed == pytest.approx(each, abs=1e-9)
     assert packed_loss == pytest.approx(loss, abs=1e-9)
     for one, other, given in zip(rows, packed_rows, samples, strict=True):
         assert one.shape[0] == (3 if head == "sequence" else len(given["input_ids"]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ullage
 from tests.support.recurrent_ways import WAYS, Result, Samples, assert_gives, gradients, padded
-from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentModel, RecurrentState
+from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentModel
 from ullage.models.cells import CELLS, cell_class
 from ullage.models.schedule import Schedule
 
@@ -171,24 +171,6 @@ def test_a_bidirectional_layer_equals_torchs(cell: str) -> None:
     assert torch.allclose(run, both(embedded)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_states_carry_a_batch_from_part_to_part(cell: str) -> None:
-    model = _model(cell, num_hidden_layers=2, layer_norm=True).double().eval()
-    firsts, seconds = _samples((4, 2, 7), 1), _samples((3, 8, 1), 2)
-    joined = [torch.cat([a["input_ids"], b["input_ids"]])[None] for a, b in zip(firsts, seconds)]
-    whole = [model(input_ids=ids).logits[0, len(a["input_ids"]) :] for ids, a in zip(joined, firsts)]
-    state = model(**ullage.RaggedBatch.from_samples(firsts).to_flattened(), use_cache=True).past_key_values
-    assert isinstance(state, RecurrentState)
-    assert state.num_sequences == 3
-    rows, mask = padded(seconds, "right", 5)
-    del rows["labels"]
-    outputs = model(**rows, past_key_values=state.detach(), use_cache=True)
-    assert torch.allclose(outputs.logits[mask], torch.cat(whole), rtol=0, atol=1e-12)
-    alone = model(input_ids=joined[1], use_cache=True).past_key_values
-    for found, expected in zip(outputs.past_key_values.layers, alone.layers):
-        assert all(torch.allclose(f[1], e[0], rtol=0, atol=1e-12) for f, e in zip(found, expected))
-
-
 def test_the_loss_counts_what_it_is_told_to_count() -> None:
     model = _model().double().train()
     batch = ullage.RaggedBatch.from_samples(_samples())
@@ -229,12 +211,3 @@ def test_dropout_works_in_training_alone() -> None:
     assert torch.equal(model(**batch).logits, model(**batch).logits)
     model.train()
     assert not torch.equal(model(**batch).logits, model(**batch).logits)
-
-
-def test_embeddings_given_equal_embeddings_looked_up() -> None:
-    model = _model().eval()
-    rows, _ = padded(_samples(), "left", 0)
-    embedded = model.model.embed_tokens(rows["input_ids"])
-    given = model(inputs_embeds=embedded, attention_mask=rows["attention_mask"])
-    looked_up = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
-    assert torch.equal(given.logits, looked_up.logits)

@@ -39,16 +39,6 @@ def test_place_and_take_undo_each_other(lengths: list[int], keep_state: bool, ru
         assert sum(window.steps for window in schedule.windows) == max(lengths)
 
 
-@given(LENGTHS, ORDERS)
-def test_flip_turns_every_sequence_at_its_own_end(lengths: list[int], run_order: RunOrder) -> None:
-    schedule = Schedule.ragged(np.array(lengths), 4, CPU, run_order, keep_state=False)
-    flat = torch.arange(1.0, sum(lengths) + 1)
-    backwards = torch.cat([part.flip(0) for part in flat.split(lengths)])
-    run = schedule.place(flat)
-    assert torch.equal(schedule.take(schedule.flip(run)), backwards)
-    assert torch.equal(schedule.flip(schedule.flip(run)), run)
-
-
 @given(LENGTHS, st.sampled_from(["flat", "packed", "staircase"]), st.booleans())
 def test_the_last_value_of_a_sequence_without_tokens_is_what_was_before_it(lengths, run_order, given_before) -> None:
     """Wherever it stands: first, last, or between others, whose values are near."""
@@ -58,16 +48,6 @@ def test_the_last_value_of_a_sequence_without_tokens_is_what_was_before_it(lengt
     absent = torch.zeros(len(lengths), 1) if before is None else before
     wanted = [part[-1] if len(part) else absent[i] for i, part in enumerate(flat.split(lengths))]
     assert torch.equal(schedule.last(schedule.place(flat), before), torch.stack(wanted))
-
-
-@given(st.integers(1, 9), st.integers(1, 9))
-def test_equal_lengths_are_a_transpose(rows: int, length: int) -> None:
-    schedule = Schedule.dense(rows, length, 4)
-    flat = torch.arange(rows * length)
-    assert torch.equal(schedule.place(flat), flat.view(rows, length).T.reshape(-1))
-    assert torch.equal(schedule.take(schedule.place(flat)), flat)
-    flipped = schedule.take(schedule.flip(schedule.place(flat)))
-    assert torch.equal(flipped, flat.view(rows, length).flip(1).reshape(-1))
 
 
 def _cost(cuts: tuple[int, ...], rows: np.ndarray) -> int:
@@ -106,15 +86,3 @@ def test_large_rectangles_are_cut_in_time() -> None:
     assert all(window.steps * window.rows * 256 <= module.MAX_ELEMENTS for window in schedule.windows)
     assert sum(window.steps for window in schedule.windows) == 512
     assert Schedule.dense(64, 512, 256, "packed").rows == (64,) * 512
-
-
-def test_a_flip_leaves_padding_zero_and_gives_it_no_gradient():
-    schedule = Schedule.ragged(np.array([7, 2, 5, 1]), 4, torch.device("cpu"), "staircase", keep_state=False)
-    assert schedule.places is not None
-    assert schedule.places.padding is not None
-    run = torch.randn(schedule.size, 3, dtype=torch.float64, requires_grad=True)
-    flipped = schedule.flip(run)
-    (gradient,) = torch.autograd.grad((flipped * torch.randn_like(flipped)).sum(), run)
-    assert not flipped[schedule.places.padding].any()
-    assert not gradient[schedule.places.padding].any()
-    assert gradient[schedule.places.place_of].all()

@@ -16,7 +16,6 @@ from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.core.layout import Layout
 from ullage.mixers import by_lengths, forwards, is_packed, pack_model
-from ullage.mixers.ways import HYBRIDS
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -155,15 +154,6 @@ def test_plain_transformers_with_positions_is_told_from_plain_transformers_witho
     assert without.value("other tokens") > 1e-3
 
 
-@pytest.mark.parametrize("model_type", sorted(HYBRIDS - {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}))
-def test_our_attention_alone_lets_no_hybrid_leak(model_type):
-    """Without pack_model its states would run on from sequence to sequence. Those left out have no attention to ask."""
-    model = tiny_model(model_type, "causal", attn_implementation="ullage")
-    report = audit(model, pack=False)
-    assert report.verdict == "refused", report
-    assert "sequences" in report.reason
-
-
 def test_a_model_whose_sequences_compete_has_a_word_of_its_own():
     report = audit(tiny_model("switch_transformers", "seq2seq"))
     assert (report.verdict, report.passed) == ("competes", False)
@@ -195,7 +185,7 @@ def committed_table():
 @pytest.mark.slow
 def test_a_sample_of_all_types_says_what_the_committed_table_says():
     sections = committed_table()
-    chosen = random.Random(16).sample(entries(), 40)
+    chosen = random.Random(16).sample(entries(), 20)
     for kind, name in chosen:
         report = audit_entry(kind, name)
         assert report.verdict not in ("leak", "differs"), (kind, name, str(report))
