@@ -105,16 +105,10 @@ def test_a_column_that_is_asked_for(tmp_path):
         ("a.parquet", b"not parquet at all", "not what its ending .parquet says"),
         ("a.csv", b"PAR1 and so on", "the dataset is empty"),
         ("a.txt", b"\x93NUMPY\x01\x00", "a line is not UTF-8 (a.txt, line 1)"),
-        ("a.parquet", b"PAR1 broken", "not what its ending .parquet says"),
         ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
-        ("a.csv", b"\xff\xfe\x00", "a line is not UTF-8 (a.csv, line 1)"),
         ("a.xlsx", b"?", "ending is unknown"),
         ("a", b"?", "expected .npy, .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, found none"),
-        ("a.csv", b"", "the dataset is empty"),
         ("a.txt", b"\n \n", "holds no lengths"),
-        ("a.jsonl", b"\n\n", "the dataset is empty"),
-        ("a.json", b"[]", "the dataset is empty"),
-        ("a.jsonl", b'{"length": 5}\n{broken\n', "a line is no JSON object (a.jsonl, line 2)"),
         ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a value is missing (a.jsonl, column length, row 1)"),
         ("a.jsonl", b'{"length": 5}\n7\n', "a line is no JSON object (a.jsonl, line 2): found '7'"),
         ("a.jsonl", b'{"length": 5}\n{"length": "x"}\n', "column length, row 1): found 'x'"),
@@ -180,7 +174,7 @@ def test_bad_parquet(tmp_path):
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "arrow"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize(
     ("values", "found"),
     [
@@ -201,7 +195,7 @@ def test_lists_of_anything_but_integers_are_refused_by_name(tmp_path, ending, va
     elif ending == "arrow":
         arrow(path, pa.Table.from_pylist(rows))
     else:
-        path.write_text(json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows)))
+        path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(InputError, match=found) as error:
         read_lengths(path, "messages")
     assert "a column of lists holds no token ids" in str(error.value)
@@ -250,12 +244,6 @@ def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
         sorted((tmp_path / "parts").glob("*.parquet")),
     ):
         np.testing.assert_array_equal(read_lengths(source).lengths, LENGTHS, str(source))
-    write(tmp_path / "parts" / "train-00000-of-00002.parquet", "")
-    (tmp_path / "parts" / "train-00001-of-00002.parquet").unlink()
-    with pytest.raises(InputError, match=r"a numbered file is missing.*train-00000 to 00001, found no 00001"):
-        read_lengths(tmp_path / "parts")
-    with pytest.raises(InputError, match="no file matches the pattern"):
-        read_lengths(tmp_path / "*.xyz")
     write(tmp_path / "c.tsv", "num_tokens\n7\n")
     with pytest.raises(InputError, match=r"hold different things \(.*c.tsv\).*expected column length"):
         read_lengths([tmp_path / "a.tsv", tmp_path / "c.tsv"])

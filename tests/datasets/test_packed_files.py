@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    ByT5Tokenizer,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     default_data_collator,
 )
-from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ullage.datasets.packing import pack_file
@@ -90,18 +88,3 @@ def test_a_model_computes_each_sequence_as_if_alone(packed):
         together = model(**inputs, use_cache=False).logits[0]
         alone = [model(input_ids=torch.tensor([one["input_ids"]])).logits[0] for one in split(row)]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
-
-
-def test_trl_trains_on_packed_rows(packed, tmp_path):
-    _, rows = packed
-    settings = {"per_device_train_batch_size": 2, "max_steps": 2, "save_strategy": "no", "disable_tqdm": True}
-    settings |= {"use_cpu": True, "bf16": False, "report_to": []}
-    arguments = SFTConfig(str(tmp_path), padding_free=True, packing=False, max_length=None, **settings)
-    trainer = SFTTrainer(llama(400), arguments, train_dataset=rows, processing_class=ByT5Tokenizer())
-    known = {str(row["input_ids"]): row["seq_lengths"] for row in rows}
-    batch = next(iter(trainer.get_train_dataloader()))
-    flat, lengths = batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].diff().tolist()
-    split_at = next(k for k in range(len(lengths)) if str(flat[: sum(lengths[:k])]) in known)
-    assert known[str(flat[: sum(lengths[:split_at])])] == lengths[:split_at]
-    assert known[str(flat[sum(lengths[:split_at]) :])] == lengths[split_at:]
-    assert trainer.train().global_step == 2
