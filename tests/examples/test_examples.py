@@ -1,13 +1,14 @@
-"""The numbered examples, run as their first lines say."""
+"""The numbered examples, run as their first lines say, those that train a little shorter."""
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 
 from tests.support.examples import run_example
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, torchrun
 
 
 def run(name, *arguments, **options) -> str:
@@ -60,3 +61,103 @@ def test_a_carried_checkpoint_goes_on(tmp_path):
     losses = {stage: said.split(f"ZeRO {stage} ")[1].splitlines()[0].split() for stage in (2, 3)}
     assert len(losses[2]) == 3
     assert all(abs(float(a) - float(b)) < 2e-6 for a, b in zip(losses[2], losses[3], strict=True))
+
+
+def numbers(pattern, said):
+    """The numbers of the one line that says so."""
+    told = re.search(pattern, said, flags=re.MULTILINE)
+    assert told is not None, said
+    return [float(number.replace(",", "")) for number in told.groups()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "minlstm"])
+def test_the_language_model_learns(cell, tmp_path):
+    sizes = ["--steps", 50, "--hidden_size", 64, "--cell", cell, "--output_dir", tmp_path / "model"]
+    said = run("05_language_model.py", *sizes, cwd=tmp_path)
+    before, after = numbers(r"bits per byte, held out: ([\d.]+) before, ([\d.]+) after", said)
+    assert 7.5 < before < 8.5  # a byte that nothing is known of has 8 bits
+    assert after < 4.8  # how often bytes occur alone gives about 4.9
+    assert "\n  Return " in said
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_classifier_beats_the_majority(tmp_path):
+    said = run("06_classify_docstrings.py", "--steps", 120, cwd=tmp_path)
+    found, baseline = numbers(r"accuracy, held out: ([\d.]+) \(always \w+: ([\d.]+)\)", said)
+    assert 0.1 < baseline < 0.6
+    assert found > baseline + 0.05
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["reverse", "dates"])
+def test_it_is_right_to_the_last_character(task, tmp_path):
+    said = run("07_reverse_digits.py", "--task", task, "--output_dir", tmp_path / "run", cwd=tmp_path, timeout=900)
+    (right,) = numbers(r"exact match on 500 held-out strings: ([0-9.]+)%", said)
+    assert right >= 99.0, said
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    shown = re.findall(r"^(\S.*) -> (\S+)$", said, flags=re.MULTILINE)
+    assert len(shown) == 5
+    if task == "reverse":
+        assert sum(source[::-1] == target for source, target in shown) >= 4
+
+
+@pytest.mark.slow
+def test_five_trials_and_the_best_of_them(tmp_path):
+    arguments = ["--max_steps", 40, "--output_dir", tmp_path / "search"]
+    done = run_example("08_hyperparameter_search.py", *arguments, cwd=tmp_path)
+    found = [float(value) for value in re.findall(r"Trial \d finished with value: ([\d.]+)", done.stderr)]
+    assert len(found) == 5
+    assert len(set(found)) > 1  # the choices matter
+    best = re.search(r"^best: trial (\d), accuracy ([\d.]+), (.*)$", done.stdout, flags=re.MULTILINE)
+    assert best is not None, done.stdout
+    assert float(best[2]) == pytest.approx(max(found), abs=1e-3)
+    assert found[int(best[1])] == max(found)
+    assert {"learning_rate", "cell", "hidden_size"} <= set(re.findall(r"'(\w+)':", best[3]))
+    assert "'Return " in done.stdout
+    for trial in range(5):  # each keeps its best checkpoint, and no other
+        assert len(list((tmp_path / "search" / f"run-{trial}").glob("checkpoint-*"))) in (1, 2)
+
+
+@pytest.mark.slow
+def test_two_processes_of_fsdp_print_what_one_prints(tmp_path):
+    """The same losses on one process and on two, and on from its own checkpoint in another layout."""
+    small = ("--hidden_size", 32, "--global_batch_size", 8, "--max_length", 256, "--capacity", 1024)
+    example = ROOT / "examples" / "10_fsdp_context_parallel.py"
+
+    def losses(said):
+        return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
+
+    whole = losses(run(example.name, *small, "--steps", 4))
+    assert len(whole) == 4
+    assert whole[-1] < whole[0]
+    saved = tmp_path / "there" / "checkpoint-2"
+    first = torchrun(2, example, *small, "--steps", 2, "--cp", 2, "--output_dir", saved.parent)
+    then = torchrun(2, example, *small, "--steps", 4, "--tp", 2, "--resume", saved)
+    assert losses(first) + losses(then) == pytest.approx(whole, abs=2e-5)
+    assert ".metadata" in os.listdir(saved / "model_and_optimizer")
+
+
+@pytest.mark.slow
+def test_chats_are_learnt_packed(tmp_path):
+    said = run("11_sft_chats.py", "--chats", 200, "--steps", 10, cwd=tmp_path)
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+)$", said, flags=re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [2, 4, 6, 8, 10]
+    losses, accuracies = ([float(row[k]) for row in rows] for k in (1, 2))
+    assert losses[-1] < losses[0] - 0.5
+    assert accuracies[-1] > accuracies[0]
+    assert int(rows[-1][4]) > 5000
+    (avoided,) = numbers(r"padding avoided: (\d+)%", said)
+    assert avoided > 30
+
+
+@pytest.mark.slow
+def test_dpo_learns_its_pairs_packed(tmp_path):
+    said = run("12_dpo.py", cwd=tmp_path)
+    first, last = numbers(r"loss ([\d.]+) to ([\d.]+), ", said)
+    assert first == pytest.approx(0.6931, abs=1e-4), "policy and reference begin alike"
+    assert last < first
+    tokens, padded = numbers(r"([\d,]+) tokens; padded rows would have been ([\d,]+), \d+%", said)
+    assert 1.3 * tokens < padded

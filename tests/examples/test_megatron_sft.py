@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.launch import ROOT, real_torchrun, torchrun
+from tests.support.launch import ROOT, torchrun
 
 pytest.importorskip("megatron.core")
 
@@ -18,7 +18,7 @@ STEP = re.compile(
 )
 
 
-def run(processes, *flags, torchrun=torchrun):
+def run(processes, *flags):
     output = torchrun(processes, SCRIPT, *SMALL, *flags, timeout=400)
     steps = [tuple(map(float, found)) for found in STEP.findall(output)]
     assert [step[0] for step in steps] == [1, 2, 3, 4], output[-3000:]
@@ -34,7 +34,6 @@ def test_tensor_and_sequence_parallel_packed():
         2,
         *("--tensor-model-parallel-size", 2, "--sequence-parallel"),
         *("--sequence-packing", "--sequence-packing-scheduler", "balanced", "--max-seqlen-per-dp-cp-rank", 128),
-        torchrun=real_torchrun,
     )
     assert all(step[2] < 12 for step in steps), "fewer microbatches than sequences"
     assert all(step[3] < 50 for step in steps)
@@ -47,12 +46,8 @@ def test_tensor_and_sequence_parallel_packed():
         ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2],
         ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
         [
-            "--pipeline-model-parallel-size",
-            2,
-            "--context-parallel-size",
-            2,
-            "--sequence-packing-scheduler",
-            "dp_balanced",
+            *("--pipeline-model-parallel-size", 2, "--context-parallel-size", 2),
+            *("--sequence-packing-scheduler", "dp_balanced"),
         ],
     ],
     ids=["cp2.tp2", "pp2.vpp2", "pp2.cp2"],
