@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForSequenceClassification
 
 from tests.support.packing_script import zero
+from tests.support.small_runs import quiet
 from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
@@ -76,15 +77,14 @@ def case(name, number):
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), data, more
 
 
-def build(name, folder, *, capacity=None, number=24, step=12, lora=False, stage=0, reference=True, **options):
+def build(name, folder, *, capacity=None, lora=False, stage=0, **options):
     """A trainer of ``name`` ("DPO", "KTO", "Reward" or "GRPO") under the mixin; packed where it has a ``capacity``.
 
-    ``step``: samples of a step, over all ranks. ``stage``: of ZeRO. ``reference``: whether it gets a reference model.
+    ``stage``: of ZeRO.
     """
-    kind, config, data, more = case(name, number)
+    kind, config, data, more = case(name, 24)
     if lora:
         more["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    if (lora or not reference) and "ref_model" in more:
         more["ref_model"] = None
     if name == "GRPO":
         # Its reference is read from where the model came from.
@@ -99,16 +99,15 @@ def build(name, folder, *, capacity=None, number=24, step=12, lora=False, stage=
     both = dataclass(type(f"Both{config.__name__}", (config, TrainingArguments), {}))
     mixed = type(f"Ragged{kind.__name__}", (RaggedTrainerMixin, kind), {})
     settings = {
-        "max_steps": 3, "per_device_train_batch_size": step // world, "per_device_eval_batch_size": 4, "logging_steps": 1,
-        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
-        "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity, "max_grad_norm": 1e9,
-        "deepspeed": zero(stage) if stage else None, **options,
+        "max_steps": 3, "per_device_train_batch_size": 12 // world, "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity,
+        "max_grad_norm": 1e9, "deepspeed": zero(stage) if stage else None, **options,
     }  # fmt: skip
     if name != "GRPO":
         settings.setdefault("train_sampling_strategy", "sequential")
     torch.manual_seed(0)
     return mixed(
-        args=both(str(folder), **settings),
+        args=quiet(folder, both, **settings),
         train_dataset=data,
         eval_dataset=data,
         processing_class=tokenizer(),

@@ -17,7 +17,7 @@ from ullage.planning import TransformerCost, plan
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.step.packing import StepPlanner
-from ullage.training.trl_losses import PairLoss, RolloutLoss, UnpairedLoss
+from ullage.training.trl_losses import PairLoss, RolloutLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
@@ -120,26 +120,6 @@ def test_an_empty_microbatch_runs_the_shortest_pair_or_two_tokens():
     assert made.names == empty.names
 
 
-def test_metrics_of_the_two_sides_are_weighed_by_what_they_are_over():
-    loss = PairLoss(trainer())
-    ragged = loss.to_ragged(collated([3, 1, 2, 5]))
-    expected = {"tokens": 11, "sequences": 4, "pairs": 2, "chosen": 2, "rejected": 2}
-    assert loss.weights(ragged) == {**expected, "labels": 7, "chosen_tokens": 2, "rejected_tokens": 5}
-
-
-def test_kto_keeps_the_completions_of_its_kl_beside_its_samples():
-    loss = UnpairedLoss(trainer(calculate_KL=True, precompute_ref_logps=False))
-    batch = {name: value for name, value in collated([3, 1, 2, 5]).items() if "ref" not in name}
-    ids, mask = right_padded([2, 6, 1, 1])
-    batch |= {"KL_input_ids": ids, "KL_attention_mask": mask, "KL_completion_mask": mask}
-    batch["label"] = torch.tensor([True, False, True, True])
-    ragged = loss.to_ragged(batch)
-    assert ragged.layout.lengths.tolist() == [3, 1, 2, 5]
-    assert ragged.beside.layout.lengths.tolist() == [2, 6, 1, 1]
-    same(loss.to_padded(ragged), {name: value for name, value in batch.items() if "KL" not in name})
-    assert loss.weights(ragged)["chosen"] == 3
-
-
 def rollouts():
     """Prompts padded left, completions right; one completion that was cut and one of a single token."""
     prompts, completions = [2, 4, 1], [3, 1, 0]
@@ -172,14 +152,6 @@ def test_rollouts_come_back_as_trl_made_them():
     last = RaggedBatch.from_samples(ragged.samples()[2:], per_sequence=ragged.per_sequence)
     assert loss.to_padded(last)["completion_mask"].tolist() == [[0]]
     assert loss.weights(ragged)["labels"] == 4
-
-
-def test_a_rollout_that_stands_in_counts_no_token():
-    loss = RolloutLoss(trainer(loss_type="dapo"))
-    ragged = loss.to_ragged(rollouts())
-    rows = loss.to_padded(loss.stand_in([ragged], ragged))
-    assert rows["completion_mask"].sum() == 1
-    assert rows["tool_mask"].sum() == 0
 
 
 @pytest.mark.parametrize("share", ["sequences", "tokens", "count"])
