@@ -23,8 +23,10 @@ from transformers import (
 
 from tests.support import own_losses, story
 from ullage.core.errors import UllageError
+from ullage.core.replacing import replaced
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, TrainingArguments
+from ullage.training.loss.lazy_logits import HeadCall
 
 VOCAB = 61
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -172,8 +174,11 @@ def run(name, folder, stage=0, resume=None, **options):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ullage").addHandler(handler)
+    in_chunks, loss = [], HeadCall.loss
+    counted = replaced(HeadCall, "loss", lambda call, *rest: in_chunks.append(1) or loss(call, *rest))
     try:
-        metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
+        with counted:
+            metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
     finally:
         logging.getLogger("ullage").removeHandler(handler)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -183,6 +188,7 @@ def run(name, folder, stage=0, resume=None, **options):
         "eval_loss": trainer.evaluate()["eval_loss"],
         "real": real,
         "planned": planned,
+        "in chunks": len(in_chunks),
         "lengths": lengths,
         "watched": sorted(logged[0]),
         "metrics": metrics,

@@ -10,7 +10,6 @@ import os
 import sys
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from tests.support import own_models, packing_script
 from tests.support.small_runs import losses, quiet
@@ -44,8 +43,6 @@ def make_model(name):
         layer.self_attn.attention_dropout = 0.1
     if name == "meeting":
         model.model.layers[1].mlp = Meeting(model.model.layers[1].mlp)
-    if name == "lora":
-        return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
     return model
 
 
@@ -63,10 +60,7 @@ def train(folder, engine, name, verify):
     world = int(os.environ.get("WORLD_SIZE", 1))
     stage = int(engine[4:]) if engine.startswith("zero") else 0
     options = {"deepspeed": packing_script.zero(stage)} if stage else {"fsdp": True} if engine == "fsdp" else {}
-    checkpointing = {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    }
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     trainer = Trainer(
         make_model(name),
         quiet(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import HfArgumentParser
 
 from tests.support import capacity_script, packing_script
+from tests.support.small_runs import on_ranks
 from ullage import InputError
 from ullage.training import Trainer, TrainingArguments
 from ullage.training.run import capacity
@@ -99,7 +100,7 @@ def test_the_command_line_takes_a_number_or_auto(tmp_path, flag, value):
         TrainingArguments(str(tmp_path), packing_capacity="large")
 
 
-# Trainers. Memory is made up, so that the numbers do not depend on the process; test_capacity_distributed measures it.
+# Trainers. Memory is made up, so that the numbers do not depend on the process.
 
 
 @pytest.fixture
@@ -246,3 +247,38 @@ def test_evaluation_before_a_capacity_is_found(tmp_path, room):
     trainer = packing_script.make_trainer("llama", str(tmp_path), packing_capacity="auto", max_steps=1)
     assert isinstance(trainer, Trainer)
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+# Ranks that find one together, and what a process holds that trains with one it has found.
+
+
+STAGES = (0, 3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return on_ranks(2, capacity_script, folder, STAGES, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_take_the_smallest_and_train_as_with_the_number(pair, stage):
+    """Under DDP and ZeRO 3, whose engines hold the most; bit for bit, so nothing of the dry runs is left in an engine either."""
+    (found, given), (other, _) = (rank[str(stage)] for rank in pair)
+    assert found["capacity"] == other["capacity"] == found["kept"]
+    assert 300 <= found["capacity"] < 1216
+    assert found["losses"] == given["losses"]
+    assert found["norms"] == given["norms"]
+    assert found["steps"] == 3
+
+
+@pytest.mark.slow
+def test_training_stays_within_the_memory_given(tmp_path):
+    (found,) = on_ranks(1, capacity_script, tmp_path, [], timeout=200)
+    assert found["capacity"] >= 1500
+    assert found["steps"] == len(found["peaks"]) == 3
+    # Rows of many shapes fragment the C library's heap: a tenth more, at most, than dry runs of one shape.
+    assert max(found["peaks"]) <= 0.1 * found["allowed"], found
+    assert max(found["peaks"]) >= -100 * 2**20, "half of what was free was left unused"

@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from benchmarks.campaigns.chunked_heads import compare
+from benchmarks.memory import measure
 from tests.support import packing_script
-from tests.support.chunked_script import count_losses
-from tests.support.small_runs import logged
+from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.proofs.tiny import model_types
@@ -232,17 +232,16 @@ def test_adapters_of_the_head(adapters):
 @pytest.fixture
 def seen(monkeypatch):
     """Grows with every loss that runs in chunks."""
-    monkeypatch.setattr(HeadCall, "loss", HeadCall.loss)  # put back behind the test
-    return count_losses()
+    found, loss = [], HeadCall.loss
+    monkeypatch.setattr(HeadCall, "loss", lambda call, *rest: found.append(1) or loss(call, *rest))
+    return found
 
 
-def test_packed_training_is_the_same_in_chunks(tmp_path, seen):
-    """Other models: test_chunked_distributed."""
-    runs = []
-    for chunked in (False, True):
-        seen.clear()
-        runs.append(packing_script.run("llama", str(tmp_path), max_steps=3, packing_chunked_loss=chunked))
-        assert len(seen) == (sum(runs[-1]["planned"]) if chunked else 0)
+def test_packed_training_is_the_same_in_chunks(tmp_path):
+    """Other models: test_two_ranks_train_in_chunks_as_without."""
+    options = {"max_steps": 3}
+    runs = [packing_script.run("llama", str(tmp_path), packing_chunked_loss=way, **options) for way in (False, True)]
+    assert [run["in chunks"] for run in runs] == [0, sum(runs[1]["planned"])]
     assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-6)
     assert runs[1]["norms"] == pytest.approx(runs[0]["norms"], rel=1e-5)
     assert runs[1]["eval_loss"] == pytest.approx(runs[0]["eval_loss"], rel=1e-6)
@@ -308,3 +307,56 @@ def test_gradient_checkpointing_and_a_frozen_body(tmp_path, seen):
         norms += [norm for (norm,) in logged(trainer, "grad_norm")]
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-5)
     assert seen
+
+
+# Under DDP and ZeRO, and the memory that head and loss take.
+
+
+ARRIVAL = {"packing_plan_strategy": "next_fit", "max_steps": 3}
+CASES = {
+    "ddp": ["llama", 0, ARRIVAL],
+    "ddp recurrent": ["recurrent", 0, ARRIVAL],
+    "ddp experts": ["mixtral", 0, ARRIVAL],
+    "ddp, a microbatch without labels": ["llama", 0, {"data": "a step without labels", **ARRIVAL}],
+    "zero 1": ["llama", 1, ARRIVAL],
+    "zero 2 reduced each time": ["llama", 2, {"packing_coalesce_gradients": False, **ARRIVAL}],
+    "zero 3": ["llama", 3, ARRIVAL],
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    cases = [
+        [name, stage, {**options, "packing_chunked_loss": chunked}]
+        for name, stage, options in CASES.values()
+        for chunked in (False, True)
+    ]
+    return on_ranks(2, packing_script, folder, cases, timeout=300)
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_in_chunks_as_without(pair, case):
+    for rank in pair:
+        place = 2 * list(CASES).index(case)
+        whole, chunked = rank[place : place + 2]
+        assert chunked["losses"] == pytest.approx(whole["losses"], rel=2e-6)
+        assert chunked["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        assert whole["in chunks"] == 0
+        assert chunked["in chunks"] == sum(chunked["planned"]), "every microbatch, empty ones too"
+    real = [rank[1]["real"] for rank in pair]
+    assert real[0] != real[1], "no microbatch was empty, which shows nothing of those"
+
+
+@pytest.mark.slow
+def test_the_peak_is_at_most_a_quarter():
+    """Of whole processes, at 6,144 tokens and 32,768 words; and what is beside the process itself, a tenth."""
+    found = measure(6144, 32768, 64, ("transformers", "ullage"))
+    whole, chunked = found["transformers"], found["ullage"]
+    assert chunked["peak"] <= whole["peak"] / 4, found
+    assert chunked["peak"] - chunked["base"] <= (whole["peak"] - whole["base"]) / 10, found
+    assert chunked["loss_error"] <= 1e-6
+    assert chunked["gradient_error"] <= max(1e-6, whole["gradient_error"])

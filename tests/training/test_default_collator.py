@@ -36,11 +36,10 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**LLAMA))
 
 
-@pytest.mark.parametrize("model", [recurrent, llama])
-def test_sequences_of_unequal_length_are_those_of_the_ragged_collator(tmp_path, model):
+def test_sequences_of_unequal_length_are_those_of_the_ragged_collator(tmp_path):
     losses = []
     for collator in (None, RaggedCollator()):
-        trainer = Trainer(model(), arguments(tmp_path), collator, samples(), samples())
+        trainer = Trainer(recurrent(), arguments(tmp_path), collator, samples(), samples())
         losses.append([trainer.train().training_loss, trainer.evaluate()["eval_loss"]])
     assert losses[0] == losses[1]
 
@@ -65,12 +64,6 @@ def test_rows_of_one_length_and_samples_that_are_no_sequences_stay_with_transfor
     choices = [{"input_ids": [[1, 2], [3, 4], [5, 6]], "label": 0}] * 2
     assert collate(choices)["input_ids"].shape == (2, 3, 2)
     assert sorted(collate([{"text": "one", "label": 1.5}, {"text": "three", "label": 2.0}])) == ["labels"]
-
-
-def test_rows_that_were_packed_ahead_are_taken_apart(tmp_path):
-    packed = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [3, 1]}
-    collate = Trainer(recurrent(), arguments(tmp_path)).data_collator
-    assert collate([packed, packed]).layout.lengths.tolist() == [3, 1, 3, 1]
 
 
 @pytest.mark.parametrize(

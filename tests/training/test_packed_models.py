@@ -59,8 +59,10 @@ def test_packed_training_is_training_on_padded_batches(padded, tmp_path, family)
 @pytest.mark.parametrize("stage", [0, 2], ids=["ddp", "zero 2"])
 def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
     """Also padded; and packed with a rank that has no sequence in a microbatch, or in a whole step."""
-    cases = [[family, stage, packed] for family in packed_models.FAMILIES for packed in (True, False)]
-    cases += [[head, stage, True] for head in packed_models.HEADS]
+    # Of ZeRO every second one: how an engine reduces gradients does not depend on the model.
+    every = [*packed_models.FAMILIES, *packed_models.HEADS][:: 2 if stage else 1]
+    cases = [[family, stage, True] for family in every]
+    cases += [[family, stage, False] for family in ("qwen3_next", "t5")]
     ranks = on_ranks(2, packed_models, tmp_path, cases, timeout=560)
     far = {}
     for (family, _, packed), *found in zip(cases, *ranks, strict=True):
@@ -102,7 +104,7 @@ def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):
     assert [row.tolist() for row in mine.predictions] == [row.tolist() for row in theirs.predictions]
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert", "llama_answers", "t5"])
+@pytest.mark.parametrize("family", ["modernbert", "llama_answers", "t5"])
 def test_outputs_come_back_by_sample(tmp_path, family):
     """One entry per sequence or per token, as the head gives them."""
     outputs = []
@@ -119,8 +121,8 @@ def test_outputs_come_back_by_sample(tmp_path, family):
         assert np.allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
-def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded, tmp_path, family, caplog):
+def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded, tmp_path, caplog):
+    family = "mamba2"
     model = packed_models.make_model(family)
     model.set_attn_implementation("ullage")
     forms.logger.warning_once.cache_clear()
@@ -149,7 +151,7 @@ def test_a_causal_model_without_a_mask_is_padded_behind_its_sequences(tmp_path):
     assert packed_models.largest_difference(*found) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bert", "t5"])
+@pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_model_that_was_packed_by_hand_takes_rows_without_packing_capacity(padded, tmp_path, family):
     model = packed_models.make_model(family)
     pack_model(model)

@@ -167,21 +167,6 @@ def test_what_is_dropped_counts_in_no_loss(tmp_path):
     assert not any("truncated" in name for name in [*entry, *metrics])
 
 
-def test_what_is_truncated_counts_in_no_loss(tmp_path):
-    """As on the data cut beforehand; logged by step, and in sum at the end."""
-    lengths = [100, 30, 64, 20, 65, 10, 40, 99]
-    samples = packing_script.make_samples(lengths)
-    cut = [{"input_ids": sample["input_ids"][:64]} for sample in samples]
-    reference = padded_reference(str(tmp_path), cut, max_steps=4, per_device_train_batch_size=2)
-    options = {"packing_capacity": 64, "packing_oversize": "truncate", "per_device_train_batch_size": 2, "max_steps": 4}
-    mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
-    metrics = mine.train().metrics
-    np.testing.assert_allclose(logged(mine), reference, rtol=1e-4)
-    assert logged(mine, "truncated_sequences", "truncated_tokens") == [(1, 36), (0, 0), (1, 1), (1, 35)]
-    assert (metrics["total_truncated_sequences"], metrics["total_truncated_tokens"]) == (3, 72)
-    assert mine.state.log_history[-1]["total_truncated_tokens"] == 72
-
-
 def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
     samples = packing_script.make_samples([100, 99, 20, 30, 98, 97])
     options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 2, "max_steps": 3}
@@ -260,14 +245,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         packing_script.make_trainer("llama", str(tmp_path / "b")).train(str(tmp_path / "a" / "checkpoint-5"))
 
 
-def test_an_iterable_dataset_is_packed(tmp_path):
-    from tests.support.story import Stream
-
-    listed = packing_script.run("recurrent", str(tmp_path))
-    streamed = packing_script.run("recurrent", str(tmp_path), samples=Stream(packing_script.make_samples()))
-    assert streamed["losses"] == listed["losses"]
-
-
 def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
     trainer = packing_script.make_trainer("mixtral", str(tmp_path), max_steps=1)
     model = packing_script.make_model("mixtral")
@@ -299,3 +276,73 @@ def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
         Trainer(model, arguments, train_dataset=[question])
     with pytest.raises(InputError, match=r"sample 1, attention_mask.*one entry per token, found a list of 2"):
         RaggedCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}, question])
+
+
+# NEFTune's noise in rows that hold several sequences: each has the bound of its own length.
+
+
+ALPHA = 5.0
+
+
+def noise_of(trainer):
+    """Trains; the noise [T, d] that each forward pass added, in the order of its row, and each row's lengths."""
+    seen, lengths = [], []
+    model = trainer.model
+    embedding = model.get_input_embeddings()
+    first = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer")
+
+    def rows(module, positional, keywords):
+        lengths.append(keywords["cu_seq_lens_q"].diff().tolist())
+        seen.append(embedding.weight[keywords["input_ids"][0]].detach().clone())
+
+    def layer(module, positional, keywords):
+        seen[-1] = positional[0][0].detach() - seen[-1]
+
+    handles = [
+        model.register_forward_pre_hook(rows, with_kwargs=True),
+        first.register_forward_pre_hook(layer, with_kwargs=True),
+    ]
+    trainer.train()
+    for handle in handles:
+        handle.remove()
+    return seen, lengths
+
+
+def test_each_packed_sequence_has_noise_by_its_own_length(tmp_path):
+    options = {"per_device_train_batch_size": 6, "neftune_noise_alpha": ALPHA, "packing_verify": False}
+    trainer = packing_script.make_trainer("llama", str(tmp_path), max_steps=1, **options)
+    seen, lengths = noise_of(trainer)
+    assert sum(len(row) > 1 for row in lengths) > 0
+    for noise, row in zip(seen, lengths):
+        for part, length in zip(noise.split(row), row):
+            bound = ALPHA / (length * 32) ** 0.5
+            assert 0.9 * bound < float(part.abs().max()) <= bound * (1 + 1e-5)
+            if len(row) > 1:
+                assert float(part.abs().max()) > ALPHA / (sum(row) * 32) ** 0.5  # what the row's length would give
+    embedding = trainer.model.get_input_embeddings()
+    assert not embedding._forward_hooks
+    assert not hasattr(embedding, "neftune_noise_alpha")
+
+
+def test_a_recurrent_model_takes_no_noise(tmp_path):
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), max_steps=1, neftune_noise_alpha=ALPHA)
+    with pytest.raises(InputError, match=r"a recurrent model takes no noise.*neftune_noise_alpha"):
+        trainer.train()
+
+
+def labelled_rows(samples):
+    return RaggedCollator(labels_from="input_ids")(samples).to_padded()
+
+
+@pytest.mark.slow
+def test_padded_rows_have_transformers_own_noise(tmp_path):
+    """The same draws, to the bit, so that a run without packing does not change."""
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        torch.manual_seed(0)
+        options = {"packing_capacity": None, "max_steps": 2, "neftune_noise_alpha": ALPHA}
+        ours = packing_script.make_trainer("llama", str(tmp_path), **options)
+        trainer = kind(ours.model, ours.args, labelled_rows, train_dataset=ours.train_dataset)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == found[1]

@@ -47,8 +47,13 @@ def of_a_list(given):
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize("arguments", [TrainingArguments, transformers.TrainingArguments])
-@pytest.mark.parametrize("asked", [{"eval_strategy": "epoch"}, {"eval_strategy": "no", "do_eval": True}])
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (TrainingArguments, {"eval_strategy": "no", "do_eval": True}),
+        (transformers.TrainingArguments, {"eval_strategy": "epoch"}),
+    ],
+)
 def test_metrics_that_fail_do_so_before_the_first_step(tmp_path, arguments, asked):
     trainer = make_trainer(tmp_path, arguments=arguments, compute_metrics=of_a_list, **asked)
     with pytest.raises(AssertionError, match="no list") as caught:

@@ -231,12 +231,6 @@ def test_a_step_without_labels_ends_the_run_if_asked_to(tmp_path):
         told("ignore")
 
 
-def test_a_run_in_which_labels_count_says_nothing_of_empty_steps(tmp_path, caplog):
-    mine = trainer(tmp_path, language_model(), SOME_MASKED[:2] * 2, collator=RaggedCollator())
-    assert not any("empty" in name for name in mine.train().metrics)
-    assert not caplog.records
-
-
 def test_dispatching_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"dispatch_batches would cut packed batches apart .* found True"):
         trainer(tmp_path, language_model(), [], accelerator_config={"dispatch_batches": True})
@@ -405,11 +399,3 @@ def test_the_collator_uses_the_attention_mask_up():
         collate([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
     with pytest.raises(InputError, match=r"samples lack the field that labels are copied from: expected input_ids"):
         collate([{"x": [1]}])
-
-
-def test_the_flattened_collator_is_a_plain_dict_for_any_trainer():
-    row = RaggedCollator(flattened=True, labels_from="input_ids")([{"input_ids": [5, 6]}, {"input_ids": [7]}])
-    assert type(row) is dict
-    assert row["input_ids"].tolist() == [[5, 6, 7]]
-    assert row["labels"].tolist() == [[-100, 6, -100]]
-    assert row["cu_seq_lens_q"].tolist() == [0, 2, 3]

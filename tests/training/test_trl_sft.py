@@ -1,17 +1,16 @@
 """TRL's SFT packed: whatever TRL makes of the data, and whichever loss it takes, the numbers are those it has unpacked."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 
 from tests.support import trl_cases
-from tests.support.launch import environment
-from tests.support.small_runs import logged, losses, on_ranks
-from tests.support.trl_cases import make_sft, outcome, text
+from tests.support.small_runs import logged, losses, on_ranks, quiet
+from tests.support.trl_cases import make_sft, model, numbers, outcome, text, tokenizer
+from tests.support.trl_preferences import case
 from ullage import InputError
+from ullage.training import RaggedTrainerMixin
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]  # what TRL will take away
 
@@ -222,35 +221,12 @@ def test_trls_packing_beside_ours_is_refused_before_data_are_prepared(name, tmp_
         ready(tmp_path, data, packing_capacity=16, **{name: True})
 
 
-def test_rows_of_several_sequences_are_taken_apart(tmp_path):
-    rows = [{"input_ids": [5, 6, 7, 8, 9, 4], "labels": [5, 6, 7, 8, 9, 4], "seq_lengths": [2, 1, 3]}] * 4
-    alone = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7], [8, 9, 4])] * 4
-    options = {**UNPREPARED, "max_steps": 1, "packing_capacity": 8, "logging_steps": 1}
-    found = []
-    for data, size in ((rows, 4), (alone, 12)):
-        trainer = ready(tmp_path, Dataset.from_list(data), per_device_train_batch_size=size, **options)
-        trainer.train()
-        found += losses(trainer)
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
 def test_images_are_refused_under_packing(tmp_path):
     trainer = make_sft("llama", tmp_path, **PACKED)
     trainer._packer.require_packable()
     trainer._is_vision_dataset = True  # as TRL marks a trainer whose data have a column of images
     with pytest.raises(InputError, match="images cannot be packed"):
         trainer._packer.require_packable()
-
-
-def test_a_collator_of_trls_is_taken_under_packing(tmp_path):
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    found = []
-    for collator in ({}, {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)}):
-        more = {**collator, "processing_class": trl_cases.tokenizer()}
-        found.append(outcome(make_sft("llama", tmp_path, more=more, **PACKED))[0])
-    assert [entry["loss"] for entry in found[1]] == pytest.approx([entry["loss"] for entry in found[0]], rel=1e-6)
-    assert [entry["num_tokens"] for entry in found[1]] == [entry["num_tokens"] for entry in found[0]]
 
 
 def test_masks_without_labels_are_refused_in_evaluation_too(tmp_path):
@@ -270,19 +246,61 @@ def test_a_fresh_dataset_is_prepared_for_evaluation(tmp_path):
     assert {name: results[1][name] for name in results[0]} == pytest.approx(results[0], rel=2e-6)
 
 
-def test_without_trl_the_error_says_what_to_install():
-    script = """
-import sys
-sys.modules["trl"] = None
-import ullage.training
-from ullage.core.errors import InputError
-try:
-    from ullage.training.trl import SFTTrainer
-except InputError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=120
+# Unpacked: what TRL's trainers do by themselves stays theirs, to the digit.
+
+
+def mixed(trainer):
+    return type(f"Ragged{trainer.__name__}", (RaggedTrainerMixin, trainer), {})
+
+
+def build(kind, config, data, more, folder, **options):
+    torch.manual_seed(0)
+    options = {
+        "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
+        "bf16": False, "gradient_checkpointing": False, **options,
+    }  # fmt: skip
+    arguments = quiet(folder, config, **options)
+    return kind(args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), **more)
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO", "GRPO"])
+def test_training_and_evaluation_are_the_trainers_own_to_the_digit(name, tmp_path):
+    results = []
+    for wrap in (lambda kind: kind, mixed):
+        kind, *rest = case(name, 10)
+        options = {"num_generations": 2, "max_completion_length": 4} if name == "GRPO" else {}
+        results.append(outcome(build(wrap(kind), *rest, tmp_path, **options)))
+    assert len(results[0][0]) == 3
+    assert "eval_loss" in results[0][1]
+    assert results[1] == results[0]
+
+
+def test_a_trainers_own_columns_are_kept_beside_adapters(tmp_path):
+    """Rows that were packed beforehand say so in ``seq_lengths``; without it their sequences see each other."""
+    import trl
+
+    data = Dataset.from_list(
+        [{"input_ids": [5, 6, 7, 8, 9, 10], "labels": [5, 6, 7, 8, 9, 10], "seq_lengths": [2, 4]}] * 4
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "ullage.training.trl.SFTTrainer needs trl: pip install 'ullage[trl]'\n"
+    options = {
+        "padding_free": True,
+        "packing": False,
+        "max_length": None,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    bounds = []
+    for wrap in (lambda kind: kind, mixed):
+        flash = model()
+        flash.config._attn_implementation = "flash_attention_2"  # TRL asks for its name, and runs nothing here
+        more = {"model": flash, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+        trainer = build(wrap(trl.SFTTrainer), trl.SFTConfig, data, more, tmp_path, **options)
+        bounds.append(next(iter(trainer.get_train_dataloader()))["cu_seq_lens_q"].tolist())
+    assert bounds[0] == bounds[1] == [0, 2, 6, 8, 12]
+
+
+def test_metrics_of_a_trainer_without_labels_are_computed(tmp_path):
+    kind, config, data, more = case("Reward", 10)
+    more = {**more, "compute_metrics": lambda found: {"rows": len(found.predictions), "labels": len(found.label_ids)}}
+    metrics = [build(wrap(kind), config, data, more, tmp_path).evaluate() for wrap in (lambda each: each, mixed)]
+    assert metrics[0]["eval_rows"] > 10
+    assert [numbers(each) for each in metrics[:1]] == [numbers(each) for each in metrics[1:]]

@@ -14,8 +14,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.support import own_models
-from tests.support.small_runs import losses, quiet
+from tests.support import own_models, verify_script
+from tests.support.small_runs import losses, on_ranks, quiet
 from tests.support.verify_script import Meeting
 from ullage.mixers import SequencesMeet, is_packed
 from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -75,6 +75,7 @@ KINDS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_with_the_proof_is_the_run_without_it_to_the_last_bit(kind, tmp_path, caplog):
     make_model, options = KINDS[kind]
@@ -129,6 +130,7 @@ def test_pairs_are_proved(tmp_path):
     assert {"logits", "encoder_last_hidden_state", "the loss"} <= names
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("name", own_models.LEAKING)
 def test_a_model_of_ones_own_trains_packed_as_it_does_alone(name, tmp_path):
@@ -186,3 +188,31 @@ def test_rows_of_preference_losses_are_proved_by_their_logits(tmp_path):
     trainer = trl_cases.make_sft("llama", str(tmp_path), packing_capacity=64, max_steps=1)
     trainer.train()
     assert trainer._packer.proof.last.passed
+
+
+# On several processes.
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp"])
+def test_an_engine_trains_with_the_proof_as_without_it_to_the_last_bit(engine, tmp_path):
+    cases = [[engine, "llama", True], [engine, "llama", False], [engine, "meeting", True]]
+    ranks = on_ranks(2, verify_script, tmp_path, cases, timeout=500)
+    for proved, plain, refused in ranks:
+        assert (proved["proved"], plain["proved"]) == (True, False)
+        assert len(proved["losses"]) == verify_script.STEPS
+        assert proved["losses"] == plain["losses"]
+        assert proved["weights"] == plain["weights"]
+        assert "first in model.layers.1.mlp (Meeting)" in refused["error"]
+        assert "packing_verify=False" in refused["error"]
+    assert any("packing proved on 4 sequences" in each for each in ranks[0][0]["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.regression
+def test_ranks_take_the_same_coarser_way(tmp_path):
+    name = "layers that mix in the token before"
+    for (rank,) in on_ranks(2, verify_script, tmp_path, [["ddp", name, True]], timeout=300):
+        assert "ShiftLlamaForCausalLM is packed with its backbone by lengths: finer ways do not pass" in rank["said"]
