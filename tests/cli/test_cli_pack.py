@@ -54,15 +54,6 @@ def test_counts_are_conserved_over_batches_and_row_groups(tmp_path, run):
     assert pq.read_metadata(tmp_path / "out.parquet").num_rows == report["num_rows"]
 
 
-def test_the_same_from_every_format(tmp_path):
-    ids = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    pq.write_table(pa.table({"input_ids": ids, "id": ["a", "b", "c"]}), tmp_path / "in.parquet")
-    write(tmp_path / "in.jsonl", [{"input_ids": one} for one in ids])
-    reports = [pack_file(tmp_path / f"in.{kind}", tmp_path / f"{kind}.parquet", 6) for kind in ("parquet", "jsonl")]
-    assert reports[0] == reports[1]
-    assert sequences(tmp_path / "parquet.parquet") == sequences(tmp_path / "jsonl.parquet")
-
-
 def test_text_becomes_byt5_tokens(tmp_path):
     texts = ["hello", "Grüße", "a much longer sentence"]
     pack_file(write(tmp_path / "in.jsonl", [{"text": text, "id": 1} for text in texts]), tmp_path / "out.parquet", 32)

@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMultipleChoice,
-    BertForSequenceClassification,
 )
 
 import ullage
@@ -259,23 +258,6 @@ def test_positions_that_a_head_counts_through_the_row_do_not_reach_the_backbone(
 def test_padding_is_told_by_positions_that_count_from_0_and_stay_there(positions, lengths):
     found = read_row(torch.tensor([0, 3, 6]), 6, torch.tensor([positions]))
     assert found.lengths.tolist() == lengths
-
-
-def test_a_head_for_whole_sequences_gets_each_sequence():
-    config = BertConfig(
-        vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(config)
-    rows, labels = sequences(), torch.tensor([0, 2, 1, 1, 0])
-    single = [model(input_ids=row[None], labels=label[None]) for row, label in zip(rows, labels)]
-    expected = torch.cat([each.logits for each in single])
-    pack_model(model)
-    outputs = model(**{**packed_row(), "labels": labels})
-    assert outputs.logits.shape == (5, 3)
-    assert near(outputs.logits, expected)
-    assert near(outputs.loss, torch.stack([each.loss for each in single]).mean())
 
 
 def test_an_encoder_decoder_takes_two_layouts():

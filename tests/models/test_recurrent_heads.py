@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.support.small_runs import losses, quiet
+from tests.support.small_runs import quiet
 from ullage import RaggedBatch
 from ullage.models import (
     Cell,
@@ -22,7 +22,7 @@ from ullage.models import (
     register_cell,
 )
 from ullage.models.cells import CELLS, State
-from ullage.training import PackedSequenceCollator, RaggedCollator, Trainer
+from ullage.training import RaggedCollator, Trainer
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 HEADS = {
@@ -186,34 +186,3 @@ def test_a_cell_without_a_step_says_so() -> None:
 
     with pytest.raises(NotImplementedError, match=r"Empty needs a step\(\) or a forward\(\)"):
         Empty(2, 2)(torch.zeros(2, 2), Schedule.dense(1, 2, 2, "packed"))
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_packed_sequences_train_as_ragged_batches_do(head: str, tmp_path: Path) -> None:
-    """Loss of each step, eval_loss and predictions by sample, whichever collator made the batches."""
-    generator = torch.Generator().manual_seed(3)
-
-    def sample(length: int) -> dict[str, Tensor]:
-        ids = torch.randint(3, 20, (length,), generator=generator)
-        return {"input_ids": ids, "labels": {"causal": ids, "token": ids % 3}.get(head, ids[0] % 3)}
-
-    samples = [sample(length) for length in (4, 1, 9, 2, 6, 6, 3, 11)]
-    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3}
-    runs = []
-    for name, collator in (("ragged", RaggedCollator()), ("packed", PackedSequenceCollator())):
-        trainer = Trainer(
-            model=_model(head, cell="gru").double(),
-            args=quiet(tmp_path / name, **sizes, max_steps=3, ragged_predictions=True),
-            data_collator=collator,
-            train_dataset=samples,  # pyright: ignore[reportArgumentType]
-            eval_dataset=samples,  # pyright: ignore[reportArgumentType]
-        )
-        trainer.train()
-        predicted = trainer.predict(samples)  # pyright: ignore[reportArgumentType]
-        runs.append((losses(trainer), predicted.metrics["test_loss"], predicted.predictions))  # pyright: ignore
-    (each, loss, rows), (packed, packed_loss, packed_rows) = runs
-    assert packed == pytest.approx(each, abs=1e-9)
-    assert packed_loss == pytest.approx(loss, abs=1e-9)
-    for one, other, given in zip(rows, packed_rows, samples, strict=True):
-        assert one.shape[0] == (3 if head == "sequence" else len(given["input_ids"]))
-        assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-9)
