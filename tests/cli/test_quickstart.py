@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from tests.support import forked
 from tests.support.launch import environment
 from ullage.cli.quickstart import compared, faster
 from ullage.report.run import Run, read_run
@@ -20,16 +22,29 @@ from ullage.training.run.log_file import append
 
 pytestmark = pytest.mark.distributed
 
-COMMAND = [sys.executable, "-m", "ullage", "quickstart", "--steps", "16", "--model", "llama-64x2", "--json"]
+COMMAND = [sys.executable, "-m", "ullage", "quickstart", "--steps", "12", "--model", "llama-64x2", "--json"]
 
 
-def quickstart(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "--output_dir", str(folder), *map(str, arguments)]
-    return subprocess.run(command, env=environment(**options), capture_output=True, text=True, timeout=900)
+@pytest.fixture
+def quickstart(run, monkeypatch):
+    """Calls the verb in this process, and the commands that it starts in forks: (status, output, errors)."""
+
+    def call(folder: Path, **options: str) -> tuple[int, str, str]:
+        started = []
+
+        def start(command, **_) -> forked.Process:
+            started.append(forked.Process(command, env=environment(**options), stderr=subprocess.STDOUT))
+            return started[-1]
+
+        monkeypatch.setattr("ullage.cli.quickstart.subprocess", SimpleNamespace(Popen=start))
+        status, out, err = run(*COMMAND[3:], "--output_dir", folder)
+        return status, out, err + "".join(process.printed()[0] for process in started)
+
+    return call
 
 
 def interrupted(folder: Path) -> int:
-    """Ctrl-C in the middle of a run on two processes; the exit status."""
+    """Ctrl-C in the first run, which is on two processes; the exit status."""
     process = subprocess.Popen(
         [*COMMAND, "--output_dir", str(folder)],
         env=environment(),
@@ -37,8 +52,8 @@ def interrupted(folder: Path) -> int:
         stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests run in the background ignore it
     )
-    for _ in range(2400):  # until a step of the uninterrupted run is saved
-        if (folder / "whole" / "checkpoint-4").is_dir() or process.poll() is not None:
+    for _ in range(2400):
+        if (folder / "padded").is_dir() or process.poll() is not None:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -53,35 +68,35 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one_goes_on(tmp_path):
+def test_every_change_of_layout_leaves_the_loss_as_it_was_and_an_interrupted_one_goes_on(quickstart, tmp_path):
     folder = tmp_path / "journey"
     assert interrupted(folder) == 130
     assert [process for process in psutil.process_iter() if str(folder) in " ".join(_command(process))] == []
     compiled = tmp_path / "extensions"
-    done = quickstart(folder, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, out, err = quickstart(folder, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(compiled))
+    assert status == 0, err[-3000:]
     assert not compiled.exists()
-    changes = json.loads(done.stdout.splitlines()[-1])["changes"]
+    changes = json.loads(out.splitlines()[-1])["changes"]
     layouts = ("1 process, ZeRO 1", "2 processes, ZeRO 3", "1 process")
     assert [(each["layout"], each["step"]) for each in changes] == [
-        (layout, step) for layout, start in zip(layouts, (4, 8, 12), strict=True) for step in range(start, start + 4)
+        (layout, step) for layout, start in zip(layouts, (3, 6, 9), strict=True) for step in range(start, start + 4)
     ]
     for each in changes:
         assert abs(each["loss"] - each["uninterrupted"]) < 1e-5 * each["uninterrupted"]
         assert each["agrees"]
-    assert "torchrun --standalone --nproc_per_node 2 -m ullage train" in done.stderr
-    assert "each rank reads its part of it" in done.stderr  # by itself, after saying so
-    assert "for 1 process, without DeepSpeed every process reads it whole" in done.stderr
+    assert "torchrun --standalone --nproc_per_node 2 -m ullage train" in err
+    assert "each rank reads its part of it" in err  # by itself, after saying so
+    assert "for 1 process, without DeepSpeed every process reads it whole" in err
     assert "2 processes, ZeRO 2, then on 1 process, ZeRO 1" in (folder / "quickstart.html").read_text()
     assert "Ranks against time" in (folder / "plan.html").read_text()
     # killed in the last leg: the rest is there, and the last leg alone is run again
-    shutil.rmtree(folder / "run" / "checkpoint-16")
+    shutil.rmtree(folder / "run" / "checkpoint-12")
     record = json.loads((folder / "run" / "ullage_run.json").read_text())
     (folder / "run" / "ullage_run.json").write_text(json.dumps({**record, "summary": None}))
-    again = quickstart(folder)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert again.stderr.count("(done before)") == 8
-    assert json.loads(again.stdout.splitlines()[-1])["changes"] == changes
+    status, out, err = quickstart(folder)
+    assert status == 0, err[-3000:]
+    assert err.count("(done before)") == 8
+    assert json.loads(out.splitlines()[-1])["changes"] == changes
 
 
 def run_of(folder: Path, spans: list[tuple[str, int, int]], loss=lambda step: 5.0 / step, speed: float = 1000.0) -> Run:
@@ -109,9 +124,9 @@ def test_speeds_are_compared_over_the_steps_of_both_after_the_first(tmp_path):
     assert faster(run_of(tmp_path / "whole", [("2 processes", 0, 12)]), padded) == (4.0, 3, 6)
 
 
-def test_what_is_missing_is_said_before_anything_is_written(tmp_path):
+def test_what_is_missing_is_said_before_anything_is_written(quickstart, tmp_path):
     (tmp_path / "file").write_text("")
-    done = quickstart(tmp_path / "file" / "journey")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "the folder cannot be written" in done.stderr
+    status, _, err = quickstart(tmp_path / "file" / "journey")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "the folder cannot be written" in err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
