@@ -64,12 +64,6 @@ def test_csv_of_several_columns(tmp_path):
     np.testing.assert_array_equal(mock_lengths({"mode": "file", "path": tmp_path / "lengths.csv"}), [1, 2, 3, 4])
 
 
-def test_file_beside_its_json(tmp_path):
-    (tmp_path / "lengths.csv").write_text("3\n4\n")
-    (tmp_path / "mock.json").write_text('{"mode": "file", "path": "lengths.csv"}')
-    np.testing.assert_array_equal(mock_lengths(tmp_path / "mock.json"), [3, 4])
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -202,14 +202,6 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path, name, conten
     assert refusal(write(tmp_path, name, content)).startswith(message)
 
 
-def test_a_torn_parquet_file_and_one_without_rows(tmp_path):
-    path = save(tmp_path, "parquet", TEXTS)
-    torn = write(tmp_path, "torn.parquet", path.read_bytes()[:200])
-    assert "is not what its ending .parquet says (torn.parquet)" in refusal(torn)
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    assert refusal(tmp_path / "none.parquet").startswith("the dataset is empty (none.parquet)")
-
-
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     assert refusal(save(tmp_path, "csv", TEXTS), "body") == (
         "there is no column 'body' (texts.csv): expected one of 'text', 'number', found 'body'. "

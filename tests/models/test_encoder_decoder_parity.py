@@ -162,17 +162,6 @@ def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
     _check(_model(**shape), _samples(), "nested")
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=16),
-    st.sampled_from(sorted(ATTENTIONS)),
-    st.integers(0, 99),
-)
-@pytest.mark.slow
-def test_any_lengths_equal_one_by_one(lengths: list[tuple[int, int]], attention: str, seed: int) -> None:
-    _check(_model(attention=attention), _samples(*zip(*lengths), seed=seed), "nested")
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=40))
 def test_blocks_hold_every_pair_and_waste_little(lengths: list[tuple[int, int]]) -> None:

@@ -61,17 +61,6 @@ def same(found, wanted):
 # Sequences of a collated batch, and back.
 
 
-def test_a_pair_is_two_sequences_one_after_the_other_and_comes_back_as_it_was():
-    batch = collated([3, 1, 2, 5])
-    loss = PairLoss(trainer())
-    ragged = loss.to_ragged(batch)
-    assert ragged.layout.lengths.tolist() == [3, 2, 1, 5]
-    assert ragged["input_ids"].tolist() == [100, 101, 102, 300, 301, 200, 400, 401, 402, 403, 404]
-    assert ragged["ref_chosen_logps"].tolist() == [0.25, 0.25, 1.25, 1.25]
-    same(loss.to_padded(ragged), batch)
-    assert loss.to_ragged(ragged) is ragged
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9), st.integers(1, 3), st.data())
 def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
