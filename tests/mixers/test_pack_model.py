@@ -179,6 +179,7 @@ def test_two_packed_models_in_threads(model_type):
     assert all(near(found[which, row], expected[which][row]) for which in (0, 1) for row in (0, 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_neo", "llama"])
 def test_a_compiled_model(model_type):
