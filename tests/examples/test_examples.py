@@ -161,3 +161,13 @@ def test_dpo_learns_its_pairs_packed(tmp_path):
     assert last < first
     tokens, padded = numbers(r"([\d,]+) tokens; padded rows would have been ([\d,]+), \d+%", said)
     assert 1.3 * tokens < padded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [16, 1])  # of one sequence, one of two ranks has none
+def test_a_loop_has_the_losses_and_gradient_norms_of_one_process_on_two(batch):
+    asked = ("14_loop_on_ranks.py", "--steps", 3, "--global_batch_size", batch)
+    alone, ddp, fsdp = run(*asked), run(*asked, processes=2), run(*asked, "--fsdp", processes=2)
+    figures = [re.findall(r"[\d.]+(?=,|$)", said, flags=re.MULTILINE) for said in (alone, ddp, fsdp)]
+    assert len(figures[0]) == 6
+    assert figures[1:] == [figures[0]] * 2

@@ -11,7 +11,7 @@ from tests.support.processes import run, values
 
 pytestmark = pytest.mark.distributed
 
-WORLDS = {"context_parallel.md": 4, "exchange.md": 2, "fsdp.md": 2}
+WORLDS = {"context_parallel.md": 4, "exchange.md": 2, "fsdp.md": 2, "loop.md": 2}
 
 
 def test_every_page_that_joins_torchruns_processes_runs_on_several():
@@ -23,12 +23,31 @@ def test_every_page_that_joins_torchruns_processes_runs_on_several():
 
 @pytest.mark.parametrize(
     ("page", "world"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md")) for case in WORLDS.items()],
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md"))
+        for case in WORLDS.items()
+        if case[0] != "loop.md"
+    ],
 )
 def test_the_snippets_of_a_distributed_page_run_on_several_processes(page, world, tmp_path):
+    found = run_on(world, page, tmp_path)
+    assert found == [found[0]] * world
+    assert found[0][0] > 1
+
+
+def test_the_loops_to_copy_give_the_gradients_of_one_process_on_two(tmp_path):
+    [(_, alone)], (first, second) = (run_on(world, "loop.md", tmp_path) for world in (1, 2))
+    assert first == second
+    assert set(alone) == {"losses", "norms", "sharded_losses", "sharded_norms"}
+    assert alone["sharded_norms"] == pytest.approx(alone["norms"], abs=2e-4)
+    for name, values_of_one in alone.items():
+        assert len(values_of_one) == 3
+        assert first[1][name] == pytest.approx(values_of_one, abs=2e-4), name
+
+
+def run_on(world, page, folder):
+    """What each of ``world`` ranks returns from the page."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    found = values(run(run_page, world, str(ROOT / "docs" / page), str(tmp_path), port, joined=False))
-    assert found == [found[0]] * world
-    assert found[0] > 1
+    return values(run(run_page, world, str(ROOT / "docs" / page), str(folder), port, joined=False))

@@ -12,7 +12,10 @@ def blocks(page):
 
 
 def run_page(rank, world, page, folder, port):
-    """Runs the page top to bottom, with torchrun's environment and one folder for all ranks."""
+    """Runs the page top to bottom, with torchrun's environment and one folder for all ranks.
+
+    Returns the number of its blocks, and its lists of losses and gradient norms by their names.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.chdir(folder)
@@ -20,4 +23,5 @@ def run_page(rank, world, page, folder, port):
     for block in blocks(page):
         exec(compile(block, page, "exec"), names)
     assert dist.get_world_size() == world, "the page did not join torchrun's processes"
-    return len(blocks(page))
+    figures = {name: value for name, value in names.items() if name.endswith(("losses", "norms"))}
+    return len(blocks(page)), figures
