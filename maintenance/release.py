@@ -61,7 +61,8 @@ assert done.global_step == 2 and done.training_loss > 0
 """
 RENDER = "import readme_renderer.markdown as m; print(m.render(open('description.md', encoding='utf-8').read()))"
 GIVE_ADDRESS = "give one: make release-check REPOSITORY=https://HOST/OWNER/ullage, or repository in pyproject.toml"
-NEEDS_HF = "ullage.training.Trainer needs transformers: pip install 'ullage[hf]'"
+#: In an environment that the wheel was installed into, the hint is the wheel.
+NEEDS_HF = r"ullage\.training\.Trainer needs transformers: pip install '\S+\.whl\[hf\]'"
 
 
 class Failed(Exception):
@@ -164,9 +165,9 @@ class Release:
         require("a.weight" in run(ullage, "inspect", BUILD / "checkpoint" / "trainer"), "inspect shows no tensor")
         for verb in (("train",), ("audit", "llama")):
             lines = run(ullage, *verb, status=1).splitlines()
-            require(len(lines) == 1 and "pip install 'ullage[hf]'" in lines[0], f"{verb[0]} says {lines[:2]}")
+            require(len(lines) == 1 and re.search(r"pip install '\S+\[hf\]'$", lines[0]), f"{verb[0]} says {lines[:2]}")
         last = run(python, "-c", "from ullage.training import Trainer", status=1).splitlines()[-1]
-        require(last.endswith(NEEDS_HF), f"an import says {last!r}")
+        require(re.search(NEEDS_HF + "$", last), f"an import says {last!r}")
         return said
 
     def hf(self) -> str:

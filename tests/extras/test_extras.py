@@ -1,5 +1,6 @@
 """What a user without an extra reads, in an environment that holds the packages of the core alone."""
 
+import json
 import pickle
 import re
 import subprocess
@@ -9,8 +10,9 @@ import pytest
 
 from tests.support.core_environment import core_packages, make_core_folder, project
 from tests.support.launch import ROOT
+from ullage.core import extras
 from ullage.core.errors import InputError, UllageError
-from ullage.core.extras import MODULES, MissingExtraError, needed_by
+from ullage.core.extras import MODULES, MissingExtraError, install_command, needed_by
 
 
 def run(folder, *arguments):
@@ -29,22 +31,22 @@ def core(tmp_path_factory):
 
 
 CALLS = {
-    "from ullage.training import Trainer": "ullage.training.Trainer needs transformers: pip install 'ullage[hf]'",
+    "from ullage.training import Trainer": f"ullage.training.Trainer needs transformers: {install_command('hf')}",
     "from ullage.training import TrainingArguments": (
-        "ullage.training.TrainingArguments needs transformers: pip install 'ullage[hf]'"
+        f"ullage.training.TrainingArguments needs transformers: {install_command('hf')}"
     ),
-    "import ullage; ullage.models": "ullage.models needs transformers: pip install 'ullage[hf]'",
-    "from ullage.models import RecurrentConfig": "ullage.models needs transformers: pip install 'ullage[hf]'",
-    "from ullage.attention import supports_packing": "ullage.attention needs transformers: pip install 'ullage[hf]'",
-    "from ullage import pack_model": "ullage.pack_model needs transformers: pip install 'ullage[hf]'",
-    "from ullage import audit": "ullage.audit needs transformers: pip install 'ullage[hf]'",
+    "import ullage; ullage.models": f"ullage.models needs transformers: {install_command('hf')}",
+    "from ullage.models import RecurrentConfig": f"ullage.models needs transformers: {install_command('hf')}",
+    "from ullage.attention import supports_packing": f"ullage.attention needs transformers: {install_command('hf')}",
+    "from ullage import pack_model": f"ullage.pack_model needs transformers: {install_command('hf')}",
+    "from ullage import audit": f"ullage.audit needs transformers: {install_command('hf')}",
     "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
     "from ullage.engines.fsdp import parallelize": "ullage.engines.fsdp.parallelize needs",
     "from ullage.datasets import load_text; load_text(path)": (
-        "reading data files needs datasets: pip install 'ullage[hf]'"
+        f"reading data files needs datasets: {install_command('hf')}"
     ),
     "from ullage.datasets import byte_tokenizer; byte_tokenizer()": (
-        "ullage.datasets.byte_tokenizer needs transformers: pip install 'ullage[hf]'"
+        f"ullage.datasets.byte_tokenizer needs transformers: {install_command('hf')}"
     ),
     "from ullage.checkpoint import read; read('s3://bucket/a')": "the driver of this URL is not installed",
 }
@@ -113,7 +115,7 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
     for line, (call, said) in zip(lines, CALLS.items(), strict=False):
         kind = "InputError" if "URL" in said else "MissingExtraError"
         assert line.startswith(f"{kind} True {said}"), (call, line)
-    old = "needs transformers 5.20 or newer, found 4.57.1: pip install --upgrade 'ullage[hf]'"
+    old = f"needs transformers 5.20 or newer, found 4.57.1: {install_command('hf', '--upgrade')}"
     names = ("ullage.training.Trainer", "ullage.training.TrainingArguments")
     assert lines[-7:] == [
         "4 1",
@@ -129,7 +131,38 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
 def test_a_command_without_its_extra_says_so_in_one_line(core, verb, tmp_path):
     done = run(core, "from ullage.cli import main; main()", verb, *["llama"] * (verb == "audit"))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"ullage: ullage {verb} needs transformers: pip install 'ullage[hf]'\n"
+    assert done.stderr == f"ullage: ullage {verb} needs transformers: {install_command('hf')}\n"
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        (None, "pip install 'ullage[hf]'"),
+        ({"url": "file://{tree}", "dir_info": {}}, "pip install '{tree}[hf]'"),
+        ({"url": "file:///gone/ullage.whl", "archive_info": {}}, "pip install 'ullage[hf]'"),
+        (
+            {"url": "https://host/ullage", "vcs_info": {"vcs": "git", "commit_id": "1"}},
+            "pip install 'ullage[hf] @ git+https://host/ullage'",
+        ),
+    ],
+)
+def test_the_hint_can_be_typed_where_ullage_was_installed(origin, said, tmp_path, monkeypatch):
+    site = tmp_path / "packages"
+    (site / "ullage-1.dist-info").mkdir(parents=True)
+    (site / "ullage-1.dist-info" / "METADATA").write_text("Name: ullage\nVersion: 1\n")
+    if origin is not None:
+        text = json.dumps(origin).replace("{tree}", str(tmp_path))
+        (site / "ullage-1.dist-info" / "direct_url.json").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(site)])
+    monkeypatch.setattr(extras, "__file__", str(site / "ullage" / "core" / "extras.py"))
+    assert install_command("hf") == said.replace("{tree}", str(tmp_path))
+
+
+def test_the_hint_of_a_clone_is_the_clone(monkeypatch):
+    monkeypatch.chdir("/")
+    assert install_command("hf") == f"pip install -e '{ROOT}[hf]'"
+    monkeypatch.chdir(ROOT)
+    assert install_command("hf", "--upgrade") == "pip install --upgrade -e '.[hf]'"
 
 
 def test_the_error_is_an_import_error_and_crosses_processes():
@@ -140,7 +173,7 @@ def test_the_error_is_an_import_error_and_crosses_processes():
     assert isinstance(error, ModuleNotFoundError)
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, UllageError)
-    assert (str(copy), copy.what, copy.name) == (str(error), "this needs trl: pip install 'ullage[trl]'", "trl")
+    assert (str(copy), copy.what, copy.name) == (str(error), f"this needs trl: {install_command('trl')}", "trl")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ trainer = Trainer(model, TrainingArguments("x", packing_capacity=3), RaggedColla
 out: TrainOutput = trainer.train(resume_from_checkpoint=Path("x"), allow_changed_checkpoint=True)
 Trainer(model=model, train_dataset=None, data_collator=PackedSequenceCollator(), callbacks=[])
 Seq2SeqTrainer(model=model, data_collator=Seq2SeqCollator())
+rows = [{"input_ids": [3, 4], "labels": [3, 4]}, {"input_ids": [5]}]
+listed = Trainer(model, TrainingArguments("x"), train_dataset=rows, eval_dataset={"a": rows})
+print(listed.evaluate(rows)["eval_loss"], listed.predict(test_dataset=rows).predictions)
 SFTTrainer(model="m", args=SFTConfig("x", packing_capacity=3), peft_config=None)
 written: Path = ullage.plan([1], ranks=1, capacity=1).to_html("p.html", source="step 0")
 """
@@ -38,6 +41,7 @@ from ullage.training import Seq2SeqTrainer, Trainer
 from ullage.training.trl import DPOTrainer, SFTTrainer
 Trainer(arg=None)
 Trainer(model=3)
+Trainer(train_dataset=["a text"])
 Seq2SeqTrainer(modell=None)
 SFTTrainer(model="m", train_data=None)
 DPOTrainer(model="m", reference=None)

@@ -110,7 +110,7 @@ def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: D
         raise refusal(
             module,
             "cu_seq_lens_q was given to the model, but did not reach its attention",
-            hint="give this model padded batches: it drops the lengths on the way",
+            hint="leave packing_capacity out, and the Trainer pads its batches: this model drops lengths",
         )
     # What the model was given, or, compiled, only what reaches the layer: the stack cannot be read then.
     positions = () if given is None else given.positions

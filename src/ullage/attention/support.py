@@ -295,7 +295,7 @@ def require_context_parallel(model: nn.Module) -> None:
 def _require(problem: str | None) -> None:
     if problem is None:
         return
-    hint = "train it on padded batches"
+    hint = "leave packing_capacity out, and the Trainer pads its batches"
     if "attn_implementation" in problem:
         hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
     elif "may let tokens meet" in problem:

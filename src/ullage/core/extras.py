@@ -5,7 +5,8 @@ What needs one imports it under :func:`needed_by`::
     with needed_by("a .parquet file"):
         import pyarrow
 
-and a user without it reads ``a .parquet file needs pyarrow: pip install 'ullage[hf]'``. An import at the top of a
+and a user without it reads ``a .parquet file needs pyarrow: pip install 'ullage[hf]'``, or, where ullage itself was
+not taken from an index, what can be typed there: ``pip install -e '.[hf]'`` in a clone. An import at the top of a
 module of ours needs no such block where users reach it by a package's name or by a verb: these are such blocks already.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from ullage.core.errors import InputError
@@ -28,9 +30,9 @@ class MissingExtraError(InputError, ModuleNotFoundError):
         package = MODULES[module]
         if is_too_old(module):
             needs = f"{what} needs {package.name} {package.least} or newer, found {installed_version(module)}"
-            error = cls(f"{needs}: pip install --upgrade 'ullage[{package.extra}]'")
+            error = cls(f"{needs}: {install_command(package.extra, '--upgrade')}")
         else:
-            error = cls(f"{what} needs {package.name}: pip install 'ullage[{package.extra}]'")
+            error = cls(f"{what} needs {package.name}: {install_command(package.extra)}")
         error.name = module
         return error
 
@@ -82,6 +84,35 @@ def needed_by(what: str, modules: Sequence[str] = ()) -> Iterator[None]:
         if module in MODULES and (is_missing or is_too_old(module)):
             raise MissingExtraError.of(what, module) from error
         raise
+
+
+def install_command(extra: str, *options: str) -> str:
+    """The command that brings an extra to this installation of ullage, from where ullage itself came."""
+    return " ".join(["pip install", *options, *_source(extra)])
+
+
+def _source(extra: str) -> list[str]:
+    """What ``pip install`` takes: the tree that this file lies in, what pip has recorded, or the package's name."""
+    import json
+    import shlex
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    tree = Path(__file__).parents[3]
+    if (tree / "pyproject.toml").is_file() and Path(__file__).parents[2].name == "src":  # a clone, perhaps editable
+        return ["-e", shlex.quote(f"{'.' if Path.cwd() == tree else tree}[{extra}]")]
+    # pip writes this file for what it did not take from an index (PEP 610).
+    try:
+        origin = json.loads(metadata.distribution("ullage").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    if "vcs_info" in origin:
+        return [shlex.quote(f"ullage[{extra}] @ {origin['vcs_info'].get('vcs', 'git')}+{url}")]
+    path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    if path is not None and path.exists():  # a folder or a wheel
+        return [shlex.quote(f"{path}[{extra}]")]
+    return [shlex.quote(f"ullage[{extra}]")]
 
 
 def installed_version(module: str) -> str | None:

@@ -294,7 +294,7 @@ class ModelForward(Forward):
                 "the model did not call the part that keeps its sequences apart",
                 where=", ".join(self.way.paths),
                 found=f"{type(self.module).__name__}.forward calls another",
-                hint="train it on padded batches",
+                hint="leave packing_capacity and pack_model out, and the Trainer pads its batches",
             )
         return outputs
 

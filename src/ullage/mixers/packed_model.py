@@ -108,6 +108,13 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     ...     str(packed.way)
     'native'
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            "pack_model takes a model",
+            expected="an nn.Module",
+            found=f"{type(model).__name__} {str(model)[:40]!r}",
+            hint="load it first: AutoModelForCausalLM.from_pretrained(name), or from_config(config)",
+        )
     model = bare(model)
     refuse_learned_prompt(model)
     if is_put_in(model):
@@ -202,8 +209,8 @@ def first_accepted(
         where=type(model).__name__,
         expected="outputs, loss and gradients of each sequence alone",
         found=_reasons(refused),
-        hint="train it on padded batches (leave packing out), or take from that module what looks at other tokens of "
-        "the row; packing_verify=False packs it all the same",
+        hint="leave packing_capacity out, and the Trainer pads its batches, or take from that module what looks at "
+        "other tokens of the row; packing_verify=False packs it all the same",
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -12,12 +13,50 @@ from ullage.core.batch import RaggedBatch
 from ullage.training.mixin import RaggedTrainerMixin
 from ullage.training.saving.checkpoints import WholeCheckpointMixin
 
+if TYPE_CHECKING:
+    import datasets
+    from torch.utils.data import Dataset
+    from transformers import DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
+    from transformers.trainer_utils import PredictionOutput
+
+    Samples = Dataset[Any] | datasets.Dataset | datasets.IterableDataset | Sequence[Mapping[str, Any]]
+
 
 class Trainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Trainer):
     """``transformers.Trainer`` that trains, evaluates and predicts on sequences of unequal length.
 
     Everything that transformers documents holds. What differs is said in :class:`RaggedTrainerMixin`.
     """
+
+    if TYPE_CHECKING:
+        # transformers' parameters; its annotations refuse a list of dicts, which it takes.
+        def __init__(
+            self,
+            model: PreTrainedModel | nn.Module | None = None,
+            args: transformers.TrainingArguments | None = None,
+            data_collator: DataCollator | None = None,
+            train_dataset: Samples | None = None,
+            eval_dataset: Samples | Mapping[str, Samples] | None = None,
+            processing_class: Any = None,
+            model_init: Callable[..., PreTrainedModel] | None = None,
+            compute_loss_func: Callable[..., Any] | None = None,
+            compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+            callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+            optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+            optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+            preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        ) -> None: ...
+
+        def evaluate(
+            self,
+            eval_dataset: Samples | Mapping[str, Samples] | None = None,
+            ignore_keys: list[str] | None = None,
+            metric_key_prefix: str = "eval",
+        ) -> dict[str, float]: ...
+
+        def predict(
+            self, test_dataset: Samples, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        ) -> PredictionOutput: ...
 
 
 class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2SeqTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]

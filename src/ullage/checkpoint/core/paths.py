@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ullage.core.errors import CheckpointError, InputError
-from ullage.core.extras import needed_by
+from ullage.core.extras import install_command, needed_by
 
 _T = TypeVar("_T")
 
@@ -226,7 +226,7 @@ def checkpoint_path(where: str | Path, storage_options: dict[str, Any] | None = 
     try:
         system, _ = url_to_fs(url, **(storage_options or {}))
     except ImportError as error:
-        hint = 'pip install "ullage[remote]"' if url.startswith(("s3:", "s3a:")) else "install it with pip"
+        hint = install_command("remote") if url.startswith(("s3:", "s3a:")) else "install it with pip"
         raise InputError("the driver of this URL is not installed", where=url, found=str(error), hint=hint) from error
     except (ValueError, TypeError) as error:
         raise InputError("the URL cannot be opened", where=url, found=str(error)) from error

@@ -20,6 +20,10 @@ from ullage.core.errors import InputError
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.
 SEQ_LENGTHS = "seq_lengths"
+_TOKENIZE = (
+    "tokenize first: ullage.datasets.tokenize(texts, tokenizer), or dataset.map(lambda row: tokenizer(row['text'])); "
+    "`ullage train --data` takes files of texts and chats"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class RaggedCollator:
     per_sequence: tuple[str, ...] = ()
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
+        require_tokenized(samples)
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
         prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
@@ -74,6 +79,7 @@ class Seq2SeqCollator:
     per_sequence: tuple[str, ...] = ()
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
+        require_tokenized(samples)
         sources, targets = [], []
         for i, sample in enumerate(samples):
             fields = _with_labels(sample, None)
@@ -130,6 +136,39 @@ class EitherCollator:
     def __call__(self, samples: Sequence[Any]) -> Any:
         collate = self.ragged if _are_unequal(samples, self.pads) else self.stacking
         return collate(samples)
+
+
+def require_tokenized(samples: Sequence[Any], where: str | None = None) -> None:
+    """Raise ``InputError`` for samples that are texts, or rows of texts without any array, or anything but dicts.
+
+    ``where``: what to call the samples in the error.
+    """
+    for i, sample in enumerate(samples):
+        named = f"sample {i}" if where is None else f"{where}[{i}]"
+        if not isinstance(sample, Mapping):
+            is_text = isinstance(sample, str)
+            raise InputError(
+                "a sample is a text, not token ids" if is_text else "a sample is not a dict of fields",
+                where=named,
+                expected="a dict such as {'input_ids': [5, 6, 7]}",
+                found=f"{type(sample).__name__} {str(sample)[:40]!r}",
+                hint=_TOKENIZE if is_text else "name its fields; a list of token ids is the field input_ids",
+            )
+        texts = [name for name, value in sample.items() if _is_text(value)]
+        if texts and not any(hasattr(value, "__len__") for name, value in sample.items() if name not in texts):
+            raise InputError(
+                "a sample has no token ids, only text",
+                where=named,
+                expected="a field input_ids",
+                found=f"{', '.join(texts)}: {str(sample[texts[0]])[:40]!r}",
+                hint=_TOKENIZE,
+            )
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text, or a chat."""
+    is_chat = isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
+    return isinstance(value, str) or is_chat
 
 
 def _are_unequal(samples: Sequence[Any], pads: Sequence[str]) -> bool:

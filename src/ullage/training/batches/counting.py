@@ -168,8 +168,18 @@ def require_vocabulary(inputs: Any, name: str, vocab_size: int) -> None:
     """
     value = value_of(inputs, name)
     ids = value.data if isinstance(value, PackedSequence) else value
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.numel() == 0:
+    if not isinstance(ids, Tensor) or ids.is_nested or ids.numel() == 0:
         return
+    if ids.is_floating_point():
+        if name != "input_ids":  # values, such as a spectrum's
+            return
+        raise InputError(
+            "token ids must be integers",
+            where=name,
+            expected="lists of int, or an array of an integer dtype",
+            found=str(ids.dtype).removeprefix("torch."),
+            hint="convert them where the data are read, such as [int(i) for i in ids]",
+        )
     # One pass in the usual case that all ids are good; the search below runs only to name the bad one.
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocab_size:

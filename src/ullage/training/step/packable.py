@@ -39,7 +39,8 @@ def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool
             raise InputError(
                 f"this model would let packed sequences see each other: {problem}",
                 where=type(model).__name__,
-                hint="leave packing_capacity out: it trains on the batches of its collator",
+                hint="leave packing_capacity out, and it trains on the batches of its collator; or, where it takes "
+                "rows of input_ids, call ullage.pack_model(model) first",
             )
         require_packing(model)
         return None
