@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage.core.units import duration, rate
-from ullage.report.curves import HEIGHT, MAX_POINTS, WIDTH, Series, chart, round_numbers, sparkline, tick_texts
+from ullage.report.curves import (
+    HEIGHT,
+    MAX_POINTS,
+    WIDTH,
+    Series,
+    chart,
+    round_numbers,
+    sparkline,
+    step_marks,
+    tick_texts,
+)
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False).filter(lambda value: value == 0 or abs(value) > 1e-9)
 
@@ -30,7 +40,22 @@ def test_round_numbers_cover_the_values_evenly(one, other):
 def test_the_axis_reads_as_a_person_would_write_it():
     assert tick_texts(round_numbers(0.31, 5.57)) == ["0", "2", "4", "6"]
     assert tick_texts(round_numbers(12000, 18500)) == ["12,000", "14,000", "16,000", "18,000", "20,000"]
+    assert tick_texts(round_numbers(5e-6, 2e-5)) == ["5e-6", "1e-5", "1.5e-5", "2e-5"]
+    assert tick_texts(round_numbers(0, 2e-5)) == ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]
     assert tick_texts(round_numbers(1.0, 1.0)) == ["0.50", "0.75", "1.00", "1.25", "1.50"]
+
+
+@given(st.integers(0, 10**7), st.integers(1, 10**7))
+def test_steps_beside_the_axis_have_room(first, span):
+    marks = step_marks(first, first + span)
+    assert marks[0] == first
+    assert marks[-1] == first + span
+    assert marks == sorted(set(marks))
+    width = 7 * len(f"{marks[-1]:,}")
+    places = [290 * (step - first) / span for step in marks]
+    # The outer numbers are written inwards, the others around their place.
+    starts = [places[0], *(place - width / 2 for place in places[1:-1]), places[-1] - width]
+    assert all(b - a >= width for a, b in itertools.pairwise(starts))
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 5e-324), (0.0, 0.0), (-1e-300, 1e-300), (0.0, 1e300), (1e300, 1e300)])

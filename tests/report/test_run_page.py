@@ -8,17 +8,29 @@ import re
 import shutil
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
 from tests.support.train_verb import history, texts, train, train_in
+from ullage import __version__
 from ullage.cli import main
 from ullage.cli.report import report
 from ullage.core.errors import InputError
-from ullage.report.run import LayoutSpan, differing_settings, read_run, run_figures, run_record, short_names
+from ullage.report.run import (
+    LayoutSpan,
+    differing_settings,
+    read_run,
+    run_figures,
+    run_record,
+    short_names,
+    what_was_run,
+)
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.run.log_file import LOG, append, read_log
 from ullage.training.run.run_log import RunLog
@@ -83,7 +95,9 @@ def test_figures_and_page_are_those_of_the_log(ran):
     assert record["tokens_per_second"] == statistics.median(warm)
     assert record["capacity_unused"] == statistics.fmean(row["capacity_unused"] for row in logged)
     page = html.unescape((ran / PAGE).read_text())
-    assert page.count("<polyline") == len(DRAWN) + 1  # and the held-out loss
+    # And the held-out loss; without the imbalance, which is 1 all the time on one process.
+    assert page.count("<polyline") == len(DRAWN)
+    assert "<h2>Imbalance</h2>" not in page
     for row in run_figures([run]):
         assert f'<td>{row[0]}</td><td class="number">{row[1]}</td>' in page
     strip = re.search(r"step 5\ntraining: ([\d.e+-]+)<", page)
@@ -93,6 +107,54 @@ def test_figures_and_page_are_those_of_the_log(ran):
     assert "checkpoint" in page.lower()
     assert "<script" not in page
     assert not re.findall(r"(?:src|href)=", page)
+
+
+def test_the_page_says_what_was_run(ran):
+    run = read_run(ran)
+    told = dict(what_was_run(run))
+    number = sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(ran).parameters())
+    assert told["model"] == f"RecurrentForCausalLM (lstm-16), {number:,} parameters"
+    assert told["data"].startswith(f"{ran.parent / 'texts.jsonl'}, ")
+    assert re.search(r"texts.jsonl, \d+ samples$", told["data"])
+    assert told["learning rate"].startswith("0.004, cosine, adamw_torch")
+    assert told["a step"] == "4 sequences per process, microbatches of 128 tokens"
+    assert told["trained on"] == "cpu, float32, 1 process"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", told["began"])
+    assert told["versions"].startswith(f"ullage {__version__}, torch {torch.__version__}, transformers ")
+    assert "command" in told
+    page = html.unescape((ran / PAGE).read_text())
+    assert all(text in page for text in told.values())
+    assert "<dt>padding avoided</dt>" in page
+
+
+@pytest.mark.parametrize("event", [True, False])
+def test_what_the_model_wrote_is_shown_newest_first(tmp_path, event):
+    write(tmp_path, begin(0), row(1, 2.0), row(2, 1.0))
+    for step, text in ((1, "<b>once</b>"), (2, "twice\n" + "long " * 1000)):
+        line = {"samples": [{"prompt": "Say", "text": text}], "step": step}
+        line |= {"event": "samples", "time": 1e9} if event else {}
+        with (tmp_path / LOG).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    run = read_run(tmp_path)
+    assert [(step, prompt) for step, prompt, _ in run.samples] == [(1, "Say"), (2, "Say")]
+    page = run_page([run])
+    assert "What the model wrote" in page
+    assert 0 < page.index("twice") < page.index("&lt;b&gt;once")
+    assert len(page) < 30_000
+    assert run.seconds is not None
+    write(tmp_path, begin(1))
+    assert [step for step, *_ in read_run(tmp_path).samples] == [1]
+
+
+@pytest.mark.parametrize("value", [2e-5, 0.0])
+def test_what_is_constant_has_no_chart(tmp_path, value):
+    facts = {"loss": 2.0, "learning_rate": value, "grad_norm": 0.5}
+    rows = [("log", step, {"values": {**facts, "grad_norm": step * 1e-5}}) for step in (1, 2, 3)]
+    write(tmp_path, begin(0), *rows)
+    page = run_page([read_run(tmp_path)])
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
+    assert titles == ["What was run", "Loss", "Gradient norm", "Figures"]
+    assert "2e-5" in page  # of the axis
 
 
 def test_ullage_train_says_where_the_page_is_and_goes_on_without_one(ran, capsys, monkeypatch):
@@ -127,8 +189,8 @@ def test_any_trainers_state_is_a_run(ran, tmp_path):
     table = dict(row[:2] for row in run_figures([run]))
     assert table["held-out loss, last"] == "2.0000"
     assert "real tokens per second, median" not in table
-    # The loss, what was held out, the learning rate.
-    assert run_page([run]).count("<polyline") == 3
+    # The loss and what was held out; the learning rate is constant.
+    assert run_page([run]).count("<polyline") == 2
     assert read_run(ran / "checkpoint-6").values("loss") == read_run(ran).values("loss")
 
 
@@ -141,7 +203,9 @@ def test_two_runs_are_drawn_over_each_other_and_their_settings_compared(ran):
     page = html.unescape(run_page(runs))
     assert page.count('class="k1 broken') == page.count('class="k0 broken') > 0  # one point alone is a dot
     assert "a, held out" in page
-    assert "<code>learning_rate</code>" in page
+    assert "<code>learning_<wbr>rate</code>" in page
+    assert page.count("<h2>What was run</h2>") == 1
+    assert "<h3>a</h3>" in page
     table = {row[0]: row for row in run_figures(runs)}
     ours, theirs = (dict(run.values("loss")) for run in runs)
     assert table["loss at the last log"][3] == f"{theirs[3] - ours[6]:+.3g}"
@@ -372,6 +436,8 @@ def test_chromium_lays_it_out_without_overlap_or_overflow(ran, tmp_path, width, 
     runs = [read_run(ran), read_run(ran.parent / "stopped")]
     (tmp_path / "0.html").write_text(run_page(runs[:1]), encoding="utf-8")
     (tmp_path / "1.html").write_text(run_page(runs), encoding="utf-8")
-    parts = "h1,h2,p,dt,dd,li,td,th,.label,.number,.bar,.curves svg,.losses span,.steps span"
+    parts = "h1,h2,p,dt,dd,li,td,th,.label,.number,.bar,.curves svg,.losses span,.steps span,.curves .word"
+    told = {"prompt": "Say what " * 9, "text": "a_word_of_many_letters" * 20}
+    runs[0] = replace(runs[0], samples=[(step, told["prompt"], told["text"]) for step in (2, 100_000)])
     for facts in lay_out(sorted(tmp_path.glob("?.html")), tmp_path, parts=parts, width=width, dark=dark).values():
         check_laid_out(facts, width=width, dark=dark, least=40)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 #: Units of a picture.
@@ -18,6 +19,8 @@ WIDTH, HEIGHT = 600, 220
 MAX_POINTS, MAX_STRIPS = 600, 150
 #: Intervals of the axis at the most.
 _MAX_INTERVALS = 5
+#: Width of a digit, and of a picture on a narrow page, in pixels.
+_LETTER, _NARROW = 7, 290
 #: What is nearer to zero is drawn as zero: its logarithm would say nothing.
 _LEAST = 1e-290
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -59,6 +62,7 @@ class Chart:
     Attributes:
         curves: in the order of their series; a series without a finite value has none.
         numbers: beside the axis, with their places in per cent from the top.
+        marks: steps beside the axis, with their places in per cent from the left; the first and the last among them.
         first: step at the left edge.
         last: step at the right edge.
         cuts: vertical lines, in the picture's units.
@@ -68,6 +72,7 @@ class Chart:
 
     curves: Sequence[Curve]
     numbers: Sequence[tuple[str, float]]
+    marks: Sequence[tuple[str, float]]
     first: int
     last: int
     cuts: Sequence[float] = ()
@@ -110,7 +115,8 @@ def chart(
     curves = [Curve(s.label, s.style + " dot" * (len(s.points) == 1), placed(s.points)) for s in drawn]
     lines = [across(step) for step in cuts if first < step < last]
     numbers = [(text, 100 * (high - tick) / (high - low)) for text, tick in zip(tick_texts(ticks), ticks)]
-    return Chart(curves, numbers, int(first), int(last), lines, _strips(drawn, across, form), thick)
+    marks = [(f"{step:,}", across(step) * 100 / WIDTH) for step in step_marks(int(first), int(last))]
+    return Chart(curves, numbers, marks, int(first), int(last), lines, _strips(drawn, across, form), thick)
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
@@ -138,13 +144,42 @@ def round_numbers(low: float, high: float) -> list[float]:
     return [k * step for k in range(start, stop + 1)]
 
 
+def step_marks(first: int, last: int) -> list[int]:
+    """The first and the last step, and round ones between them where their numbers have room on a narrow page.
+
+    >>> step_marks(1, 100), step_marks(10, 120_000)
+    ([1, 20, 40, 60, 80, 100], [10, 50000, 120000])
+    """
+    if last <= first:
+        return [first]
+    # The share of the width that a number takes; those at the edges are written inwards.
+    room = (_LETTER * len(f"{last:,}") + 10) / _NARROW
+    step = next(k for k in _round_integers() if k >= max(room, 1 / _MAX_INTERVALS) * (last - first))
+    inner = range((first // step + 1) * step, last, step)
+    return [first, *(k for k in inner if min(k - first, last - k) >= 1.5 * room * (last - first)), last]
+
+
+def _round_integers() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, ..."""
+    return (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+
+
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """The ticks with as many decimals as they need, all alike."""
+    """The ticks with as many decimals as they need, all alike; with powers of ten where they need more than four."""
     step = ticks[1] - ticks[0]
-    decimals = next((d for d in range(9) if abs(round(step, d) - step) < 1e-6 * step), 9)
-    if decimals == 9 or max(map(abs, ticks)) >= 1e7:
-        return [f"{tick:.3g}" for tick in ticks]
+    decimals = next((d for d in range(5) if abs(round(step, d) - step) < 1e-6 * step), 5)
+    if decimals == 5 or max(map(abs, ticks)) >= 1e7:
+        return [short(tick) if abs(tick) > 1e-6 * step else "0" for tick in ticks]
     return [f"{tick + 0.0:,.{decimals}f}" for tick in ticks]
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A number in as few letters as it is read in: a learning rate of 0.00002 is 2e-5.
+
+    >>> short(0.00002), short(0.003), short(1.25e8)
+    ('2e-5', '0.003', '1.25e8')
+    """
+    return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].strip('+')}{found[2]}", f"{value:.{digits}g}")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -13,11 +13,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ullage.core.errors import InputError
 from ullage.core.units import duration, rate
+from ullage.report.curves import short
 from ullage.report.page import percent
 from ullage.training.run.log_file import LOG, PLAN, Event, read_log
 
@@ -57,6 +59,8 @@ class Run:
         seconds: from the beginning to the last row, without the time between processes; None without a log of ours.
         has_ended: whether training came to its end, or was stopped.
         settings: those that decide the numbers of a run of ``ullage train``.
+        facts: what is known of the run (:func:`ullage.training.run.run_log.describe_run`), of its last process.
+        samples: texts that the model wrote, by rising step: (step, prompt, text).
     """
 
     folder: Path
@@ -72,6 +76,8 @@ class Run:
     seconds: float | None = None
     has_ended: bool = False
     settings: Row = field(default_factory=dict)
+    facts: Row = field(default_factory=dict)
+    samples: Sequence[tuple[int, str, str]] = ()
 
     @property
     def step(self) -> int:
@@ -137,6 +143,8 @@ def read_run(folder: str | Path) -> Run:
         _seconds(events),
         bool(ends) and events.index(ends[-1]) > events.index(begins[-1]) if begins else bool(closing),
         _settings(folder),
+        _facts(begins, state),
+        _samples([*before, *events]),
     )
 
 
@@ -217,6 +225,28 @@ def _seconds(events: Sequence[Event]) -> float | None:
             began = event["time"]
         last = event["time"]
     return None if began is None else total + last - began
+
+
+def _facts(begins: Sequence[Event], state: Row | None) -> Row:
+    """What the last process said of the run; of a run without a log of ours, its batch alone."""
+    if not begins:
+        batch = (state or {}).get("train_batch_size")
+        return {} if not isinstance(batch, int) else {"batch": batch}
+    last = begins[-1]
+    told = last.get("run")
+    named = {name: last[name] for name in ("model", "capacity", "processes") if last.get(name) is not None}
+    return {**named, **(told if isinstance(told, dict) else {}), "began": begins[0]["time"]}
+
+
+def _samples(history: Sequence[Row]) -> list[tuple[int, str, str]]:
+    """Texts that the model wrote, from rows with ``samples``, whoever logged them."""
+    found: dict[int, list[tuple[int, str, str]]] = {}
+    for row in history:
+        step, samples = row.get("step"), row.get("samples")
+        if isinstance(step, int) and isinstance(samples, list):
+            texts = [each for each in samples if isinstance(each, dict) and isinstance(each.get("text"), str)]
+            found[step] = [(step, str(each.get("prompt", "")), each["text"]) for each in texts]
+    return [each for step in sorted(found) for each in found[step]]
 
 
 def _settings(folder: Path) -> Row:
@@ -314,6 +344,68 @@ def _ratio(value: float) -> str:
     return f"{value:.3f}"
 
 
+def what_was_run(run: Run) -> list[tuple[str, str]]:
+    """What was run, as pairs of a name and a text: the model, data, command, learning rate, device, versions, date."""
+    facts, settings = {**run.settings, **run.facts}, run.settings
+    pairs = {
+        "model": _model(facts, settings),
+        "data": _data(facts, settings),
+        "learning rate": _learning_rate(facts),
+        "a step": _batch(facts),
+        "trained on": _place(run, facts),
+        "began": "" if "began" not in facts else date(facts["began"]),
+        "versions": ", ".join(f"{name} {version}" for name, version in dict(facts.get("versions") or {}).items()),
+        "command": str(facts.get("command", "")),
+    }
+    return [(name, text) for name, text in pairs.items() if text]
+
+
+def date(seconds: float) -> str:
+    """Seconds since 1970 as people read them."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _model(facts: Row, settings: Row) -> str:
+    name, kind = settings.get("model") or facts.get("name"), facts.get("model")
+    parts = [str(name) if kind in (None, name) else f"{kind} ({name})" if name and name != kind else str(kind)]
+    if parts == ["None"]:
+        return ""
+    if isinstance(facts.get("parameters"), int):
+        parts.append(f"{facts['parameters']:,} parameters")
+    if isinstance(facts.get("trained_parameters"), int):
+        parts.append(f"{facts['trained_parameters']:,} of them trained")
+    return ", ".join(parts)
+
+
+def _data(facts: Row, settings: Row) -> str:
+    named = settings.get("data")
+    text = " ".join(map(str, named)) if isinstance(named, list) else str(named or "")
+    if "data" in settings and not text:
+        text = "the docstrings of the standard library"
+    parts = [text, f"{facts['samples']:,} samples" if isinstance(facts.get("samples"), int) else ""]
+    return ", ".join(filter(None, parts))
+
+
+def _learning_rate(facts: Row) -> str:
+    given = facts.get("learning_rate")
+    if not isinstance(given, (int, float)):
+        return ""
+    more = [str(facts[name]) for name in ("scheduler", "optimizer") if facts.get(name)]
+    return ", ".join([short(given), *more])
+
+
+def _batch(facts: Row) -> str:
+    batch, capacity = facts.get("batch"), facts.get("capacity")
+    parts = [f"{batch:,} sequences per process" if isinstance(batch, int) else ""]
+    parts.append(f"microbatches of {capacity:,} tokens" if isinstance(capacity, int) else "")
+    return ", ".join(filter(None, parts))
+
+
+def _place(run: Run, facts: Row) -> str:
+    layout = run.spans[-1].layout if run.spans else ""
+    return ", ".join(str(part) for part in (facts.get("device"), facts.get("dtype"), layout) if part)
+
+
 #: The table, in order.
 FIGURES = (
     RunFigure("steps", "steps", lambda run: run.step, _whole),
@@ -378,6 +470,8 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _setting(value: Any) -> str:
+    if isinstance(value, float):
+        return short(value, 9)
     return "none" if value is None else str(value)
 
 

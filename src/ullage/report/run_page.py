@@ -6,23 +6,34 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ullage.core.display import quantity, write_page
 from ullage.core.units import prefix_of, rate, size
-from ullage.report.curves import Chart, Series, chart
+from ullage.report.curves import Chart, Series, chart, short
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
-from ullage.report.run import FIGURES, Run, RunFigure, differing_settings, eval_loss_of, run_figures, short_names
+from ullage.report.run import (
+    FIGURES,
+    Run,
+    RunFigure,
+    date,
+    differing_settings,
+    eval_loss_of,
+    run_figures,
+    short_names,
+    what_was_run,
+)
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"
 #: Rows of the table of checkpoints at the most; the newest are shown.
 _MOST_CHECKPOINTS = 40
+#: Samples of what the model wrote at the most, and letters of each.
+_MOST_SAMPLES, _LONGEST_TEXT = 12, 2000
 #: Figures of a single run that stand on top, by their names, as far as it has them.
-_TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_computed", "capacity_unused", "imbalance", "mfu",
-          "steps", "seconds")  # fmt: skip
+_TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "padding_computed", "capacity_unused",
+          "imbalance", "mfu", "steps", "seconds")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,14 @@ def run_page(runs: Sequence[Run]) -> str:
         "run.html",
         run=run,
         names=names,
+        told=[(name, what_was_run(each)) for name, each in zip(names, runs, strict=True)],
+        samples=_newest(run.samples),
+        num_samples=len(run.samples),
         tiles=[(figure.title, figure.text_of(run)) for figure in _tiles() if figure.text_of(run)],
         pictures=list(_pictures(runs, names)),
         table=run_figures(runs),
         settings=differing_settings(runs),
-        spans=[(span, _began(span.began)) for span in run.spans],
+        spans=[(span, date(span.began)) for span in run.spans],
         checkpoints=_checkpoints(run),
         num_rotated=len([step for step in run.saved if step not in {_step(path) for path in run.checkpoints}]),
         plan=None if run.plan is None else run.plan[1],
@@ -83,8 +97,12 @@ def _tiles() -> Iterator[RunFigure]:
     return (figure for name in _TILES for figure in FIGURES if figure.name == name)
 
 
-def _began(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+def _newest(samples: Sequence[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    """The last samples, the newest step first, each cut to a length that a page bears."""
+    steps = sorted({step for step, _, _ in samples}, reverse=True)
+    ordered = [each for step in steps for each in samples if each[0] == step]
+    cut = lambda text: text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ..."  # noqa: E731
+    return [(step, cut(prompt), cut(text)) for step, prompt, text in ordered[:_MOST_SAMPLES]]
 
 
 def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
@@ -93,11 +111,23 @@ def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
         # A line stands where the layout of the first run changes.
         made = chart(series, drawn.form, [span.start for span in runs[0].spans[1:]])
         lost = _not_finite(series)
+        # What is the same all the time is said by the table.
+        if drawn.title != "Loss" and made is not None and _is_constant(series):
+            made = None
         # A single step makes no curve: its figures stand in the table.
         if made is not None and made.first < made.last:
             yield Picture(drawn.title, drawn.note, made, lost)
         elif made is None and lost:
             yield Picture(drawn.title, "", None, lost)
+
+
+def _is_constant(series: Sequence[Series]) -> bool:
+    """Whether all values of each curve are the same, within the digits that anybody reads."""
+    for each in series:
+        values = [value for _, value in each.points if math.isfinite(value)]
+        if values and max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            return False
+    return True
 
 
 def _not_finite(series: Sequence[Series]) -> str:
@@ -151,8 +181,8 @@ def _all_drawn(runs: Sequence[Run]) -> Iterator[_Drawn]:
     seconds = [("wait_seconds", "waiting"), ("plan_seconds", "planning"), ("exchange_seconds", "exchange and packing")]
     if len(runs) == 1:
         yield _Drawn("Beside the model's work", note, seconds, lambda value: f"{value:.3g} ms", 1e3)
-    yield _Drawn("Learning rate", "", [("learning_rate", "learning rate")], lambda value: f"{value:.4g}")
-    yield _Drawn("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: f"{value:.4g}")
+    yield _Drawn("Learning rate", "", [("learning_rate", "learning rate")], lambda value: short(value, 4))
+    yield _Drawn("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: short(value, 4))
 
 
 def _step(checkpoint: Path) -> int:

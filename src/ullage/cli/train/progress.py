@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,11 +39,15 @@ class Progress(TrainerCallback):
         self.resumed_at = 0
         self._show = show
         self._bar: tqdm[Any] | None = None
+        self._speeds: list[float] = []
         self._since: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens per second of training, over all ranks, up to the last log."""
+        """Real tokens per second as the page of the run has it: the median over rows of the log after the first."""
+        warm = self._speeds[1:] or self._speeds
+        if warm:
+            return statistics.median(warm)
         return self.meter.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def close(self) -> None:
@@ -92,7 +97,11 @@ class Progress(TrainerCallback):
         self._since = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs or self._bar is None:
+        if not logs or "loss" not in logs:
+            return
+        if "tokens_per_second" in logs:
+            self._speeds.append(logs["tokens_per_second"])
+        if self._bar is None:
             return
         speed = f"{self.tokens_per_second:,.0f} tokens/s"
         shown = f"loss {logs['loss']:.4g}, {speed}, padding avoided {self.meter.padding_avoided:.0%}"

@@ -2,16 +2,19 @@
 
 Each line is one JSON object with ``event``, ``time`` (seconds since 1970) and ``step``, the optimizer steps done:
 
-=========  ==========================================================================================================
-``begin``  a process begins to train, at the start or from the checkpoint of ``step``: ``max_steps``, ``layout`` in
-           words, ``processes``, ``model``, ``capacity``
-``log``    a row of the Trainer's log: its numbers by their names
-``plan``   ``ullage_plan.json`` beside the log holds the plan of this step (:meth:`ullage.Plan.to_json`)
-``save``   a checkpoint was written
-``end``    training ended, at the last step or before it
-=========  ==========================================================================================================
+===========  ========================================================================================================
+``begin``    a process begins to train, at the start or from the checkpoint of ``step``: ``max_steps``, ``layout`` in
+             words, ``processes``, ``model``, ``capacity``, and in ``run`` what
+             :func:`ullage.training.run.run_log.describe_run` knows of it
+``log``      a row of the Trainer's log: its numbers by their names
+``plan``     ``ullage_plan.json`` beside the log holds the plan of this step (:meth:`ullage.Plan.to_json`)
+``save``     a checkpoint was written
+``samples``  texts that the model wrote, in ``samples``: a list of ``prompt`` and ``text``
+``end``      training ended, at the last step or before it
+===========  ========================================================================================================
 
-A run that continues appends. What a later ``begin`` starts before is superseded: :func:`read_log` leaves it out.
+A run that continues appends. What a later ``begin`` starts before is superseded: :func:`read_log` leaves it out. A line
+with ``samples`` and ``step`` needs no ``event`` and no ``time``.
 Reading needs neither torch nor transformers.
 """
 
@@ -63,7 +66,7 @@ def read_log(folder: Path) -> list[Event]:
         raise InputError("the log of the run cannot be read", where=str(folder / LOG), found=error.strerror) from error
     events: list[Event] = []
     for line in text.splitlines():
-        event = _parse(line)
+        event = _parse(line, events[-1]["time"] if events else 0.0)
         if event is None:
             continue
         if event["event"] == "begin":
@@ -72,11 +75,14 @@ def read_log(folder: Path) -> list[Event]:
     return events
 
 
-def _parse(line: str) -> Event | None:
+def _parse(line: str, now: float) -> Event | None:
+    """The event of a line; None if it is none. ``now``: its time where it has samples and no time of its own."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
+    if isinstance(event, dict) and isinstance(event.get("samples"), list):
+        event = {"event": "samples", "time": now, **event}
     types = {"event": str, "time": (int, float), "step": int}
     # A bool is an int to isinstance, and neither a step nor a time.
     whole = isinstance(event, dict) and all(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import numbers
+import platform
+import re
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from transformers import TrainerCallback
 from ullage.training.run.log_file import append, write_plan
 from ullage.training.step.metering import TokenMeter
 
+#: Options whose value is nobody else's to read.
+_SECRET = re.compile(r"--\w*(token|password|secret|api_key)$")
 #: Sequences of a plan that is still written down.
 _MOST_PLANNED = 100_000
 
@@ -47,6 +53,7 @@ class RunLog(TrainerCallback):
             processes=args.world_size,
             model=type(kwargs.get("model")).__name__,
             capacity=self._capacity_of(args),
+            run=describe_run(args, kwargs.get("model"), kwargs.get("train_dataloader")),
         )
 
     @staticmethod
@@ -107,3 +114,92 @@ def layout_of(args: Any) -> str:
     elif args.fsdp:
         parts.append("FSDP")
     return ", ".join(parts)
+
+
+def describe_run(args: Any, model: Any, loader: Any) -> dict[str, Any]:
+    """The facts of a run that its arguments and objects tell, as plain data; those that are not known are left out.
+
+    Args:
+        args: the Trainer's arguments.
+        model: what is trained; None if the caller does not know it.
+        loader: of the training data; likewise.
+    """
+    from ullage import __version__
+
+    found = {
+        "name": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        **_parameters(model),
+        "samples": _length(getattr(loader, "dataset", None)),
+        "learning_rate": getattr(args, "learning_rate", None),
+        "scheduler": _text(getattr(args, "lr_scheduler_type", None)),
+        "optimizer": _text(getattr(args, "optim", None)),
+        "batch": getattr(args, "per_device_train_batch_size", None),
+        "seed": getattr(args, "seed", None),
+        "device": _device(getattr(args, "device", None)),
+        "dtype": _dtype(args, model),
+        "versions": {"ullage": __version__, **_versions(), "python": platform.python_version()},
+        "command": command_line(sys.argv),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """How the process was started, as it can be typed; the values of tokens and passwords are left out.
+
+    >>> command_line(["/site/ullage/__main__.py", "train", "--data", "my texts.jsonl", "--hub_token", "hf_1"])
+    "ullage train --data 'my texts.jsonl' --hub_token ..."
+    """
+    script = Path(argv[0]) if argv and argv[0] else Path("python")
+    ours = script.name == "__main__.py" and script.parent.name == "ullage"
+    words = ["ullage" if ours or script.name == "ullage" else f"python {shlex.quote(str(script))}"]
+    hidden = False
+    for word in argv[1:]:
+        option, equals, _ = word.partition("=")
+        if hidden:
+            words.append("...")
+        elif equals and _SECRET.match(option):
+            words.append(f"{option}=...")
+        else:
+            words.append(shlex.quote(word))
+        hidden = not hidden and not equals and bool(_SECRET.match(word))
+    return " ".join(words)
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """Numbers of parameters, and of those that are trained where these are fewer."""
+    if not hasattr(model, "parameters"):
+        return {}
+    # Under ZeRO 3 a parameter is empty, and keeps its number beside.
+    counts = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    whole, trained = sum(number for number, _ in counts), sum(number for number, on in counts if on)
+    return {"parameters": whole} if whole == trained else {"parameters": whole, "trained_parameters": trained}
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(getattr(value, "value", value))
+
+
+def _device(device: Any) -> str | None:
+    if device is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+
+
+def _dtype(args: Any, model: Any) -> str | None:
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if getattr(args, name, False):
+            return dtype
+    return None if getattr(model, "dtype", None) is None else str(model.dtype).removeprefix("torch.")
+
+
+def _versions() -> dict[str, str]:
+    return {name: sys.modules[name].__version__ for name in ("torch", "transformers") if name in sys.modules}
