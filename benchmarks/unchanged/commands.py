@@ -106,7 +106,7 @@ def of_page(page: Path, folder: Path) -> dict[str, Any]:
         if not text or "pip install" in text or "compile_all" in text:
             continue
         lines = commands(text)
-        if any(line.count("'") % 2 for line in lines):  # one command over several lines
+        if "<<" in text or any(line.count("'") % 2 for line in lines):  # one command over several lines
             lines = [text]
         for line in lines:
             name = f"{page.name}: {' '.join(line.split())[:110]}"

@@ -20,6 +20,7 @@ import yaml
 
 from tests.support import forked
 from tests.support.browser import lay_out, needs_chromium
+from tests.support.forked import server, variables
 from tests.support.launch import ROOT, environment
 from tests.support.page_blocks import (
     LANGUAGES,
@@ -34,6 +35,7 @@ from tests.support.page_blocks import (
 )
 from tests.support.page_files import (
     MADE_BY_PYTHON,
+    READERS_OWN,
     commands_of,
     copy_of_the_tree,
     environment_without_ullage,
@@ -48,7 +50,7 @@ SLOW = {
         "README.md",
         "index.md",
         "start.md",
-        "training.md",
+        *("training.md", "losses.md", "memory.md", "saving.md", "command.md", "loop.md"),
         "recurrent.md",
         "generation.md",
         "pack_padded_sequence.md",
@@ -100,6 +102,44 @@ def _run_python(page, folder):
     return folder, printed, done.stderr
 
 
+def is_pasted(page):
+    """Whether all that the commands of a page need is on the page."""
+    return str(page.relative_to(ROOT)) not in READERS_OWN
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("page", [case for case in pages_with(commands_of) if is_pasted(case.values[0])])
+def test_a_page_runs_as_pasted_in_an_empty_folder(page, tmp_path):
+    """Python and commands in the order of the page, in one folder, which is empty at first."""
+    script, folder = tmp_path / "page.py", tmp_path / "pasted"
+    folder.mkdir()
+    start = "from tests.support.page_prints import print; from tests.support.page_files import run_pasted"
+    script.write_text(start + python_script(page, with_shell=True))
+    settings = {"PAGE_PRINTS": str(tmp_path / "prints"), **variables(server())}
+    done = forked.run(
+        [sys.executable, str(script)],
+        cwd=folder, env=environment(**settings), capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+
+
+def test_the_table_of_the_readme_is_that_of_the_first_page():
+    tables = [
+        [line for line in (ROOT / name).read_text().splitlines() if line.startswith("| ")]
+        for name in ("README.md", "docs/index.md")
+    ]
+    ours, first = tables
+    assert len(first) == 8
+    assert [line.replace("](docs/", "](") for line in ours] == first
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/start.md"])
+def test_the_size_of_an_installation_and_the_way_to_a_small_one_stand_at_the_top(name):
+    top = (ROOT / name).read_text()[:2500]
+    assert top.index("download.pytorch.org/whl/cpu") < top.index("pip install '.[hf]'") < top.index("5.9 GB")
+
+
 def wrong_comments(page, printed):
     """Lines of the page with ``print(...)  # VALUE`` that printed something else."""
     lines = page.read_text().splitlines()
@@ -127,7 +167,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, run_pytho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with(commands_of))
+@pytest.mark.parametrize("page", [case for case in pages_with(commands_of) if not is_pasted(case.values[0])])
 def test_the_commands_of_a_page_run_and_print_what_the_page_says(page, tmp_path, run_python):
     blocks, folder = BLOCKS[page], tmp_path / "shell"
     folder.mkdir()

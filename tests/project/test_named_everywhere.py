@@ -21,7 +21,7 @@ def test_a_cell_is_named_wherever_cells_are_listed(cell):
     (model,) = (field for field in dataclasses.fields(ModelArguments) if field.name == "model")
     assert cell in model.metadata["help"].replace("(", " ").replace(",", " ").split()
     assert cell in (RecurrentConfig.__doc__ or "").replace(",", " ").split()
-    for page in ("recurrent.md", "training.md"):
+    for page in ("recurrent.md", "command.md"):
         assert f"`{cell}`" in (DOCS / page).read_text(), page
     assert f"\n| {cell} | exact |" in (DOCS / "models.md").read_text(), (
         "python maintenance/models_page.py docs/models.md"

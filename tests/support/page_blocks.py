@@ -65,13 +65,18 @@ def blocks_of(page: Path | str) -> list[Block]:
     return found
 
 
-def python_script(page: Path | str) -> str:
-    """The Python blocks that run, each in its own lines, so that a traceback names the page's."""
+def python_script(page: Path | str, *, with_shell: bool = False) -> str:
+    """The Python blocks that run, each in its own lines, so that a traceback names the page's.
+
+    ``with_shell``: the shell blocks between them too, each as a call of ``run_pasted`` with the line of its fence.
+    """
     lines = [""] * (len(Path(page).read_text().splitlines()) + 1)
     for block in blocks_of(page):
         if block.language == "python" and not block.why_not:
             code = block.text.splitlines()
             lines[block.line : block.line + len(code)] = code
+        elif with_shell and block.language in SHELL and not block.why_not and "pip install" not in block.text:
+            lines[block.line] = f"run_pasted({str(page)!r}, {block.line})"
     return "\n".join(lines) + "\n"
 
 

@@ -13,15 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.forked import ROOT, environment, shell_tools
-from tests.support.page_blocks import SHELL, Block, added
+from tests.support.page_blocks import OUTPUT, SHELL, Block, added, blocks_of, differences
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 #: Files and folders that a page's Python blocks have made by the time its shell blocks run.
 MADE_BY_PYTHON = {
     "docs/checkpoints.md": ("checkpoints",),
+    "docs/index.md": ("runs/index",),
+    "docs/report.md": ("run",),
     "docs/start.md": ("texts.jsonl",),
     "docs/fsdp.md": ("runs/trainer/checkpoint-3",),
-    "docs/report.md": ("run",),
+}
+#: Pages whose commands take a file or a model that the reader has, and which one. All others run in an empty folder.
+READERS_OWN = {
+    "docs/checkpoints.md": "the checkpoint of a Trainer",
+    "docs/fsdp.md": "the checkpoint of a DeepSpeed run",
+    "docs/packed_models.md": "a folder with a model",
+    "docs/planning.md": "files of lengths and of token ids",
+    "docs/coming_from/ds_to_universal.md": "the checkpoint of a DeepSpeed run",
+    "docs/coming_from/trl.md": "a file of token ids",
 }
 
 
@@ -46,10 +56,21 @@ def prepare(blocks: list[Block], folder: Path, made_by_python: Path) -> None:
         if not target.exists() and re.search(rf"(?<![\w./]){re.escape(name)}(?![\w-])", shell):
             target.parent.mkdir(parents=True, exist_ok=True)
             make(target)
-    # A config file is the page's own YAML block.
-    if "run.yaml" in shell:
-        (folder / "run.yaml").write_text(next(block.text for block in blocks if block.language == "yaml"))
-        _texts(folder / "texts.jsonl")
+
+
+def run_pasted(page: str, line: int) -> None:
+    """Runs the shell block of a page whose fence is in a line, where the page's Python runs, and reads its output."""
+    blocks = blocks_of(page)
+    number = next(i for i, block in enumerate(blocks) if block.line == line)
+    block = blocks[number]
+    done = run_shell(block.text, Path.cwd(), Path.cwd().parent)
+    if done.returncode or "Traceback" in done.stdout:
+        raise AssertionError(f"{block.place}: status {done.returncode}\n{block.text}{done.stdout[-3000:]}")
+    output = blocks[number + 1] if number + 1 < len(blocks) else None
+    if output is not None and output.language in OUTPUT and not output.why_not:
+        wrong = differences(output.text, done.stdout)
+        if wrong:
+            raise AssertionError(f"{output.place}: {wrong}\n{done.stdout}")
 
 
 def run_shell(text: str, folder: Path, home: Path, timeout: int = 240) -> subprocess.CompletedProcess[str]:

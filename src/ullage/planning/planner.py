@@ -131,7 +131,7 @@ def plan(
         context_parallel = "auto"
     shape = _Shape(
         ranks=require_int(ranks, "ranks", least=1),
-        capacity=request.require_capacity(capacity),
+        capacity=request.require_possible_capacity(capacity),
         pad_to_multiple_of=require_int(pad_to_multiple_of, "pad_to_multiple_of", least=1),
         microbatch_multiple=require_int(microbatch_multiple, "microbatch_multiple", least=1),
         max_sequences=NO_LIMIT if max_sequences is None else require_int(max_sequences, "max_sequences", least=1),

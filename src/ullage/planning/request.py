@@ -15,7 +15,7 @@ from ullage.planning.placement import free_degrees
 _LARGEST_CAPACITY = 2**40
 
 
-def require_capacity(capacity: Any) -> int:
+def require_possible_capacity(capacity: Any) -> int:
     """The capacity as an ``int``. Raises ``InputError`` for what no rank holds."""
     found = require_int(capacity, "capacity", least=1)
     if found > _LARGEST_CAPACITY:

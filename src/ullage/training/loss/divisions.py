@@ -213,5 +213,5 @@ def _undeclared(name: str, found: str) -> InputError:
         where=name,
         expected="packing_loss on the Trainer's class",
         found=found,
-        hint=f"set packing_loss to {meanings}; docs/training.md shows each",
+        hint=f"set packing_loss to {meanings}; docs/losses.md shows each",
     )
