@@ -21,6 +21,7 @@ from tests.support.train_verb import history, texts, train, train_in
 from ullage import __version__
 from ullage.cli import main
 from ullage.cli.report import report
+from ullage.cli.train.progress import Progress
 from ullage.core.errors import InputError
 from ullage.report.run import (
     LayoutSpan,
@@ -125,6 +126,15 @@ def test_the_page_says_what_was_run(ran):
     page = html.unescape((ran / PAGE).read_text())
     assert all(text in page for text in told.values())
     assert "<dt>padding avoided</dt>" in page
+
+
+def test_the_terminal_has_the_speed_of_the_page(tmp_path):
+    shown = Progress(SimpleNamespace(num_tokens=7), show=False)  # pyright: ignore[reportArgumentType]
+    write(tmp_path, begin(0))
+    for step, speed in enumerate((1.0, 30.0, 20.0, 50.0), 1):
+        append(tmp_path, "log", step, values={"loss": 1.0, "tokens_per_second": speed})
+        shown.on_log(None, None, None, {"loss": 1.0, "tokens_per_second": speed})
+    assert shown.tokens_per_second == run_record(read_run(tmp_path))["tokens_per_second"] == 30.0
 
 
 @pytest.mark.parametrize("event", [True, False])

@@ -73,6 +73,12 @@ def test_a_collator_of_ones_own_may_take_texts(tmp_path):
     assert made.train_dataset == ["abc", "de"]
 
 
+def test_texts_that_are_tokenized_when_they_are_read_are_taken(tmp_path):
+    data = datasets.Dataset.from_dict({"text": ["abc", "de"]})
+    data = data.with_transform(lambda rows: {"input_ids": [[3 + ord(c) % 20 for c in text] for text in rows["text"]]})
+    assert trainer(tmp_path, data, eval_dataset=datasets.DatasetDict(a=data)).train_dataset is data
+
+
 @pytest.mark.parametrize("capacity", [64, None])
 def test_float_ids_are_refused_by_name(capacity, tmp_path):
     data = [{name: [float(i) for i in row["input_ids"]] for name in ("input_ids", "labels")} for row in ROWS]

@@ -123,18 +123,19 @@ def refuse_dispatching(accelerator: Any) -> None:
 def refuse_texts(trainer: transformers.Trainer) -> None:
     """Raise ``InputError`` for a data set of texts under a collator of ours, which takes token ids.
 
-    Looks at the first row of a list, and at the names and types of a ``datasets.Dataset``: a column of texts would be
-    removed later, because no model takes it, and what is left would not say why nothing is there.
+    Looks at the first row of a list, and at the names and types of a ``datasets.Dataset`` whose rows are as they are
+    stored: a column of texts would be removed later, because no model takes it, and what is left would not say why
+    nothing is there.
     """
     if not isinstance(trainer.data_collator, (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator)):
         return
     evaluated = trainer.eval_dataset
-    several = evaluated.items() if type(evaluated) is dict else [(None, evaluated)]
+    several = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
     named = {"eval_dataset" if name is None else f"eval_dataset[{name!r}]": each for name, each in several}
     for where, dataset in {"train_dataset": trainer.train_dataset, **named}.items():
         if isinstance(dataset, (list, tuple)):
             require_tokenized(dataset[:1], where)
-        elif type(dataset).__module__.startswith("datasets.") and getattr(dataset, "features", None):
+        elif type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom":
             kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
             blank = {"string": "...", "large_string": "...", None: [0]}  # None: lists, of whatever
             require_tokenized([{name: blank.get(kind, 0) for name, kind in kinds.items()}], where)
