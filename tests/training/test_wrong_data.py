@@ -69,7 +69,9 @@ def test_a_collator_says_the_same_by_itself(collator):
 
 
 def test_a_collator_of_ones_own_may_take_texts(tmp_path):
-    made = trainer(tmp_path, ["abc", "de"], data_collator=lambda texts: RaggedCollator("input_ids")(ROWS[: len(texts)]))
+    made = trainer(
+        tmp_path, ["abc", "de"], data_collator=lambda texts: RaggedCollator(labels_from="input_ids")(ROWS[: len(texts)])
+    )
     assert made.train_dataset == ["abc", "de"]
 
 
