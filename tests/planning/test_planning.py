@@ -198,7 +198,7 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         ({"ranks": 2.0}, r"ranks must be an integer: expected >= 1, found 2.0"),
         ({"ranks": "2"}, r"ranks must be an integer: expected >= 1, found '2'"),
         ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
-        ({"capacity": -8}, r"capacity must be an integer: expected >= 1, found -8"),
+        ({"capacity": -8}, r"capacity must be an integer: expected 1 to \d+, found -8"),
         ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of must be an integer: expected >= 1, found 0"),
         ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),
         ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),

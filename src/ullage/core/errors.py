@@ -12,6 +12,9 @@ from typing import TypeVar
 
 _Value = TypeVar("_Value")
 
+#: The most tokens that a capacity may have: sums over millions of such rows are still integers of 64 bits.
+MOST_TOKENS = 1 << 40
+
 
 class UllageError(Exception):
     """An error whose message is one line: ``what (where): expected X, found Y. What to do.``
@@ -98,14 +101,16 @@ def listed(names: Sequence[object], most: int = 3, separator: str = ", ") -> str
     return f"{shown}{';' if separator == '; ' else ''} and {len(names) - most:,} more"
 
 
-def require_int(value: object, name: str, *, least: int) -> int:
-    """``value`` as an ``int``, where it is an integer of at least ``least``; numpy's integers count, ``bool`` does not.
+def require_int(value: object, name: str, *, least: int, most: int | None = None) -> int:
+    """``value`` as an ``int``, if it is an integer from ``least`` to ``most``; numpy's count, ``bool`` does not.
 
     Raises ``InputError`` that calls the argument ``name``.
     """
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} must be an integer", expected=f">= {least}", found=repr(value))
-    return int(value)
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < least or (most is not None and value > most):  # pyright: ignore[reportOperatorIssue]
+        expected = f">= {least}" if most is None else f"{least} to {most}"
+        raise InputError(f"{name} must be an integer", expected=expected, found=repr(value))
+    return int(value)  # pyright: ignore[reportArgumentType]
 
 
 def require_one_of(value: _Value, names: Iterable[object], what: str) -> _Value:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ullage.core.errors import InputError, listed, require_int, require_one_of
+from ullage.core.errors import MOST_TOKENS, InputError, listed, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning.bounds import bin_bound
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
@@ -61,7 +61,7 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     >>> ids.tolist(), cu_ids.tolist()
     ([0, 1, 2, 3], [0, 2, 4])
     """
-    given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1)
+    given, capacity = as_lengths(lengths), require_int(capacity, "capacity", least=1, most=MOST_TOKENS)
     refuse_oversize(given, capacity, 1)
     n = len(given)
     # Largest first, as packing wants them; each item is one sequence. The L2 bound tells when no better packing
@@ -238,7 +238,7 @@ class Filling:
         require_one_of(oversize, ("error", "alone"), "oversize")
         if groups is not None and max_sequences is not None:
             raise InputError("groups and a limit of sequences cannot both be met", hint="leave one of them out")
-        ranks, cap = require_int(ranks, "ranks", least=1), require_int(cap, "the capacity", least=1)
+        ranks, cap = require_int(ranks, "ranks", least=1), require_int(cap, "the capacity", least=1, most=MOST_TOKENS)
         given = as_lengths(lengths)
         grouping = Grouping.read(groups, len(given))
         slots, capacity = _fit_items(given, grouping, cap, oversize)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ullage.core.errors import InputError, UllageError, require_int, require_one_of
+from ullage.core.errors import MOST_TOKENS, InputError, UllageError, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning import request
 from ullage.planning.cost import Cost, TransformerCost, integer_costs
@@ -131,7 +131,7 @@ def plan(
         context_parallel = "auto"
     shape = _Shape(
         ranks=require_int(ranks, "ranks", least=1),
-        capacity=request.require_possible_capacity(capacity),
+        capacity=require_int(capacity, "capacity", least=1, most=MOST_TOKENS),
         pad_to_multiple_of=require_int(pad_to_multiple_of, "pad_to_multiple_of", least=1),
         microbatch_multiple=require_int(microbatch_multiple, "microbatch_multiple", least=1),
         max_sequences=NO_LIMIT if max_sequences is None else require_int(max_sequences, "max_sequences", least=1),

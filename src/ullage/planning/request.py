@@ -11,22 +11,6 @@ from ullage.core.errors import InputError, listed, require_int
 from ullage.core.layout import Int64, as_lengths
 from ullage.planning.placement import free_degrees
 
-#: Slots of a microbatch at the most: sums over millions of them stay within 64 bits.
-_LARGEST_CAPACITY = 2**40
-
-
-def require_possible_capacity(capacity: Any) -> int:
-    """The capacity as an ``int``. Raises ``InputError`` for what no rank holds."""
-    found = require_int(capacity, "capacity", least=1)
-    if found > _LARGEST_CAPACITY:
-        raise InputError(
-            "the capacity is larger than any rank's memory",
-            expected=f"at most {_LARGEST_CAPACITY:,} tokens",
-            found=f"{found:,}",
-            hint="give the tokens that one rank holds at once, such as 8192",
-        )
-    return found
-
 
 def degrees(context_parallel: Any, min_context_parallel: Any, ranks: int) -> tuple[int, ...]:
     """The numbers of ranks, rising, that a sequence may be given: one, or with ``"auto"`` any of several."""

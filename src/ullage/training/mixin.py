@@ -44,7 +44,7 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
-from ullage.training.run.beginning import refuse_dispatching, refuse_texts, require_equal_ranks
+from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
@@ -164,7 +164,7 @@ class RaggedTrainerMixin(_Base):
             collator = self._reader.default_collator(packs=self._packer.options is not None)
             if collator is not self.data_collator:
                 self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
-        refuse_texts(self)
+        self._reader.refuse_texts()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""

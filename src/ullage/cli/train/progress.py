@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -47,7 +47,7 @@ class Progress(TrainerCallback):
         """Real tokens per second as the page of the run has it: the median over rows of the log after the first."""
         warm = self._speeds[1:] or self._speeds
         if warm:
-            return statistics.median(warm)
+            return median(warm)
         return self.meter.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def close(self) -> None:

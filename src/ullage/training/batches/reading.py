@@ -29,7 +29,14 @@ from ullage.core.rows import beginnings, read_row
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.training.batches import counting, forms
-from ullage.training.batches.collators import SEQ_LENGTHS, EitherCollator, RaggedCollator, Seq2SeqCollator
+from ullage.training.batches.collators import (
+    SEQ_LENGTHS,
+    EitherCollator,
+    PackedSequenceCollator,
+    RaggedCollator,
+    Seq2SeqCollator,
+    require_tokenized,
+)
 from ullage.training.batches.packed_batch import refuse_as_one
 from ullage.training.setup.arguments import weight_field
 from ullage.training.setup.sharding import sharding_of
@@ -135,6 +142,27 @@ class BatchReader:
         if type(theirs) is transformers.DataCollatorWithPadding:
             return EitherCollator(theirs, ours, pads=tuple(theirs.tokenizer.model_input_names))
         return theirs
+
+    def refuse_texts(self) -> None:
+        """Raise ``InputError`` for a data set of texts under a collator of ours, which takes token ids.
+
+        Looks at the first row of a list, and at the names and types of a ``datasets.Dataset`` whose rows are as they
+        are stored: a column of texts would be removed later, because no model takes it, and what is left would not say
+        why nothing is there.
+        """
+        ours = (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator)
+        if not isinstance(self._trainer.data_collator, ours):
+            return
+        evaluated = self._trainer.eval_dataset
+        several = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
+        named = {"eval_dataset" if name is None else f"eval_dataset[{name!r}]": each for name, each in several}
+        for where, dataset in {"train_dataset": self._trainer.train_dataset, **named}.items():
+            if isinstance(dataset, (list, tuple)):
+                require_tokenized(dataset[:1], where)
+            elif type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom":
+                kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
+                blank = {"string": "...", "large_string": "...", None: [0]}  # None: lists, of whatever
+                require_tokenized([{name: blank.get(kind, 0) for name, kind in kinds.items()}], where)
 
     def as_ragged(self, batch: Any) -> RaggedBatch:
         """A batch of any collator that knows its sequences (:func:`as_ragged`)."""

@@ -22,13 +22,6 @@ from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
 from ullage.ranks.world import agreement, by_rank, gather
 from ullage.training.batches import counting
-from ullage.training.batches.collators import (
-    EitherCollator,
-    PackedSequenceCollator,
-    RaggedCollator,
-    Seq2SeqCollator,
-    require_tokenized,
-)
 from ullage.training.batches.reading import BatchReader
 from ullage.training.saving.background import saves_in_background
 from ullage.training.saving.checkpoints import WholeCheckpointMixin
@@ -118,27 +111,6 @@ def refuse_dispatching(accelerator: Any) -> None:
             found=True,
             hint="leave it out: each process reads its own batches",
         )
-
-
-def refuse_texts(trainer: transformers.Trainer) -> None:
-    """Raise ``InputError`` for a data set of texts under a collator of ours, which takes token ids.
-
-    Looks at the first row of a list, and at the names and types of a ``datasets.Dataset`` whose rows are as they are
-    stored: a column of texts would be removed later, because no model takes it, and what is left would not say why
-    nothing is there.
-    """
-    if not isinstance(trainer.data_collator, (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator)):
-        return
-    evaluated = trainer.eval_dataset
-    several = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
-    named = {"eval_dataset" if name is None else f"eval_dataset[{name!r}]": each for name, each in several}
-    for where, dataset in {"train_dataset": trainer.train_dataset, **named}.items():
-        if isinstance(dataset, (list, tuple)):
-            require_tokenized(dataset[:1], where)
-        elif type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom":
-            kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
-            blank = {"string": "...", "large_string": "...", None: [0]}  # None: lists, of whatever
-            require_tokenized([{name: blank.get(kind, 0) for name, kind in kinds.items()}], where)
 
 
 #: Arguments that decide how many steps there are, what is in them, and when ranks meet beside them.
