@@ -10,20 +10,14 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world):
-    count, size = 41, 11
-    seen = values(run(cases.iterate, world, count, size, {"pad_to_multiple_of": 4}))
-    want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
-    for steps in seen:
-        assert all(part == want for part in steps.values()), steps
-
-
-def test_fewer_sequences_than_ranks_and_smaller_steps_than_ranks():
-    for count, size in ((3, 7), (9, 2), (0, 4)):
-        seen = values(run(cases.iterate, 4, count, size, {"prefetch": 2}))
-        want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
-        assert all(part == want for steps in seen for part in steps.values())
+    """Also where there are fewer sequences than ranks, smaller steps than ranks, and none at all."""
+    streams = [(41, 11, {"pad_to_multiple_of": 4}), *((*few, {"prefetch": 2}) for few in ((3, 7), (9, 2), (0, 4)))]
+    for seen in values(run(cases.iterate, world, streams)):
+        for (count, size, _), steps in zip(streams, seen, strict=True):
+            want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+            assert all(part == want for part in steps.values()), steps
 
 
 def test_readers_that_end_early_are_passed_over_and_steps_stay_full():
@@ -38,20 +32,20 @@ def test_readers_that_end_early_are_passed_over_and_steps_stay_full():
 @pytest.mark.parametrize(("kind", "worlds"), [("shared", (3, 2)), ("own", (2, 4)), ("iterable", (3, 3))])
 def test_a_resumed_run_goes_on_exactly(kind, worlds):
     count, size = 37, 7
-    whole, _ = values(run(cases.resume, worlds[0], count, size, 99, None, kind))[0]
+    turns = [(99, None), *((stop, None) for stop in (0, 1, 4))]
+    parts = values(run(cases.resume, worlds[0], count, size, turns, kind))
+    whole, _ = parts[0][0]
     assert sorted(cases.flat(whole)) == list(range(count))
-    for stop in (0, 1, 4, len(whole)):
-        parts = values(run(cases.resume, worlds[0], count, size, stop, None, kind))
-        states = [state for _, state in parts]
-        assert all(state == states[0] for state in states)
-        assert states[0]["position"] == min(stop * size, count)
-        rest = values(run(cases.resume, worlds[1], count, size, 99, states[0], kind))
-        assert all(ids == whole[stop:] for ids, _ in rest)
+    stops, states = [len(whole), 0, 1, 4], [state for _, state in parts[0]]
+    assert all([state for _, state in part] == states for part in parts)
+    assert [state["position"] for state in states] == [min(stop * size, count) for stop in stops]
+    for rest in values(run(cases.resume, worlds[1], count, size, [(99, state) for state in states], kind)):
+        assert [ids for ids, _ in rest] == [whole[stop:] for stop in stops]
 
 
 def test_an_iterable_at_another_dp_is_an_error_everywhere():
-    state = values(run(cases.resume, 2, 20, 6, 1, None, "iterable"))[0][1]
-    for outcome in run(cases.resume, 3, 20, 6, 1, state, "iterable"):
+    [[_, state]] = values(run(cases.resume, 2, 20, 6, [(1, None)], "iterable"))[0]
+    for outcome in run(cases.resume, 3, 20, 6, [(1, state)], "iterable"):
         assert outcome["error"].startswith("InputError: an iterable resumes only with as many readers")
 
 
@@ -64,7 +58,6 @@ def failures():
     ("name", "words"),
     [
         ("missing key 0", ["'labels'", "sample 19 of the stream"]),
-        ("missing key 1", ["'labels'", "sample 19 of the stream"]),
         ("missing key 3", ["'labels'", "sample 19 of the stream"]),
         ("shape", ["'labels'", "shape [2]"]),
         ("required", ["'labels'"]),
@@ -92,7 +85,7 @@ def test_nothing_is_raised_without_a_fault(failures):
         assert [raised[name] for raised in failures] == [f"{steps} steps"] * 3
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_closing_early_joins_and_lends_the_groups_again(prefetch):
     seen = values(run(cases.closes_early, 3, prefetch))
     assert seen[0] == seen[1] == seen[2]
@@ -113,14 +106,11 @@ def test_two_iterators_do_not_disturb_each_other_or_the_main_thread():
 GRIDS = [
     ({"dp": 2, "cp": 2}, "every", "zigzag"),
     ({"dp": 2, "cp": 2}, "every", "contiguous"),
-    ({"cp": 4}, "every", "zigzag"),
     ({"tp": 2, "dp": 2}, "ends", "zigzag"),
-    ({"pp": 2, "dp": 2}, "ends", "zigzag"),
     ({"pp": 4, "tp": 2}, "ends", "zigzag"),
     ({"dp": 2, "pp": 2, "tp": 2}, "stages", "zigzag"),
-    ({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag"),
-    ({"cp": 2, "dp": 2, "tp": 2, "pp": 2}, "every", "zigzag"),
-    ({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "stages", "contiguous"),
+    pytest.param({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag", marks=pytest.mark.slow),
+    pytest.param({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "stages", "contiguous", marks=pytest.mark.slow),
 ]
 
 
@@ -153,19 +143,16 @@ def test_shares_and_slices_are_the_microbatch_on_every_topology(sizes, owners, o
             assert rank["fields"] == want
 
 
-@pytest.mark.parametrize(
-    ("sizes", "owners", "where"),
-    [
+def test_one_broken_sample_raises_on_every_rank_of_a_topology():
+    broken = [
         ({"dp": 2, "tp": 2, "pp": 2}, "ends", [1, 0, 0, 0]),
         ({"dp": 2, "tp": 2, "pp": 2}, "ends", [0, 0, 0, 1]),
         ({"dp": 2, "cp": 2, "tp": 2}, "every", [1, 1, 0, 0]),
         ({"dp": 2, "pp": 2, "tp": 2}, "stages", [0, 0, 0, 1]),
-    ],
-)
-def test_one_broken_sample_raises_on_every_rank_of_a_topology(sizes, owners, where):
-    lines = values(run(cases.whole_topology_failures, 8, sizes, owners, where))
-    assert all("'id'" in line for line in lines), lines
-    assert sum(line.startswith("InputError") for line in lines) == 1
+    ]
+    for lines in zip(*values(run(cases.whole_topology_failures, 8, broken)), strict=True):
+        assert all("'id'" in line for line in lines), lines
+        assert sum(line.startswith("InputError") for line in lines) == 1
 
 
 def test_stages_out_of_step_raise_everywhere():
@@ -206,5 +193,5 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes_without_loss(tmp_path
     assert all(one["state"] == saved[0]["state"] for one in saved)
     before = sorted(i for one in saved for step in one["steps"] for i in step)
     assert before == list(range(3 * world * last))
-    rest = values(run(cases.resume, world, 60, 3 * world, 99, saved[0]["state"], "iterable"))
-    assert sorted(before + cases.flat(rest[0][0])) == list(range(60))
+    [[rest, _]] = values(run(cases.resume, world, 60, 3 * world, [(99, saved[0]["state"])], "iterable"))[0]
+    assert sorted(before + cases.flat(rest)) == list(range(60))

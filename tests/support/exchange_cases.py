@@ -1,5 +1,7 @@
 """What the ranks of the exchange tests run. Kept apart from the tests so that worker processes import no pytest."""
 
+import functools
+import itertools
 import os
 import signal
 import time
@@ -270,18 +272,29 @@ def share_cases(rank, world):
 # The iterator.
 
 
-def iterate(rank, world, count, size, options):
+def packed(source, topology, **options):
+    """The iterator over samples of :func:`sample`."""
+    return PackedIterator(source, topology, **{"capacity": 64, "per_sequence": ["logits"]} | options)
+
+
+def source_of(kind, everything, rank, world):
+    mine = everything[rank::world]
+    return {"shared": everything, "own": mine, "iterable": iter(mine)}[kind]
+
+
+def iterate(rank, world, streams):
     """All steps over a data-parallel world, by each kind of source; ids by step, the same on every rank."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
+    return [steps_of(topology, rank, world, *stream) for stream in streams]
+
+
+def steps_of(topology, rank, world, count, size, options):
     everything = dataset(count, seed=count)
     lengths = lengths_of(everything)
-    sources = {"shared": everything, "own": everything[rank::world], "iterable": iter(everything[rank::world])}
     steps = {}
-    for name, source in sources.items():
-        steps[name] = []
-        with PackedIterator(
-            source, topology, global_batch_size=size, capacity=64, per_sequence=["logits"], **options
-        ) as it:
+    for kind in ("shared", "own", "iterable"):
+        steps[kind] = []
+        with packed(source_of(kind, everything, rank, world), topology, global_batch_size=size, **options) as it:
             for step in it:
                 boxes = everywhere(ids_of(step.microbatches))
                 ids = [i for box in boxes for i in box]
@@ -292,7 +305,7 @@ def iterate(rank, world, count, size, options):
                     for got in batch.samples():
                         for field, value in everything[int(got["id"])].items():
                             assert torch.equal(got[field], torch.as_tensor(value)), field
-                steps[name].append(sorted(ids))
+                steps[kind].append(sorted(ids))
             assert it.position == count
     return steps
 
@@ -304,28 +317,24 @@ def ends_unequally(rank, world, sizes):
     mine = [sample(first + k, 1 + k % 9) for k in range(sizes[rank])]
     seen = []
     for source in (iter(mine), mine):
-        with PackedIterator(source, topology, global_batch_size=5, capacity=32, per_sequence=["logits"]) as it:
+        with packed(source, topology, global_batch_size=5, capacity=32) as it:
             seen.append([sorted(flat(everywhere(ids_of(step.microbatches)))) for step in it])
     return seen
 
 
-def resume(rank, world, count, size, stop, state, kind):
-    """The steps after ``state``, at most ``stop`` of them, and the state then; prefetch must not run ahead of it."""
+def resume(rank, world, count, size, turns, kind):
+    """By turn (stop, state) the steps after the state, at most ``stop``, and the state then; prefetch runs ahead."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
     everything = dataset(count, seed=count)
-    source = {"shared": everything, "own": everything[rank::world], "iterable": iter(everything[rank::world])}[kind]
-    with PackedIterator(
-        source, topology, global_batch_size=size, capacity=64, per_sequence=["logits"], prefetch=2
-    ) as it:
-        if state is not None:
-            it.load_state_dict(state)
-        ids = []
-        for _ in range(stop):
-            step = next(it, None)
-            if step is None:
-                break
-            ids.append(sorted(flat(everywhere(ids_of(step.microbatches)))))
-        return ids, it.state_dict()
+    found = []
+    for stop, state in turns:
+        with packed(source_of(kind, everything, rank, world), topology, global_batch_size=size, prefetch=2) as it:
+            if state is not None:
+                it.load_state_dict(state)
+            steps = itertools.islice(it, stop)
+            ids = [sorted(flat(everywhere(ids_of(step.microbatches)))) for step in steps]
+            found.append((ids, it.state_dict()))
+    return found
 
 
 def failures_of_iterator(rank, world):
@@ -337,8 +346,7 @@ def failures_of_iterator(rank, world):
 
     def attempt(name, samples, prefetch=1, **options):
         try:
-            options = {"global_batch_size": 8, "capacity": 64, "per_sequence": ["logits"]} | options
-            with PackedIterator(samples, topology, prefetch=prefetch, **options) as it:
+            with packed(samples, topology, prefetch=prefetch, **{"global_batch_size": 8} | options) as it:
                 steps = sum(1 for _ in it)
             raised[name] = f"{steps} steps"
         except (ullage.UllageError, ZeroDivisionError) as error:
@@ -359,7 +367,7 @@ def failures_of_iterator(rank, world):
 
     mine = everything[rank::world]
     attempt("nothing", mine)
-    for prefetch in (0, 1, 3):
+    for prefetch in (0, 3):
         attempt(f"missing key {prefetch}", fault(6, lacking), prefetch)
     attempt("shape", fault(6, lambda s: {**s, "labels": torch.stack([s["labels"]] * 2, 1)}))
     attempt("required", [lacking(s) for s in mine], fields=("input_ids", "labels"))
@@ -406,9 +414,7 @@ def closes_early(rank, world, prefetch):
     everything = dataset(60)
     seen = []
     for k in range(4):
-        it = PackedIterator(
-            everything, topology, global_batch_size=6, capacity=64, prefetch=prefetch, per_sequence=["logits"]
-        )
+        it = packed(everything, topology, global_batch_size=6, prefetch=prefetch)
         seen += [next(it).num_tokens for _ in range(k)]
         time.sleep(0.05 * ((rank + k) % 3))
         it.close()
@@ -424,11 +430,10 @@ def two_at_once(rank, world):
     """Two iterators in turn, each with groups and a thread of its own, while the main thread uses the world's group."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
     everything = dataset(60)
-    options = {"global_batch_size": 6, "capacity": 64, "per_sequence": ["logits"]}
     sums = []
     with (
-        PackedIterator(everything, topology, **options) as a,
-        PackedIterator(everything[::-1], topology, **options) as b,
+        packed(everything, topology, global_batch_size=6) as a,
+        packed(everything[::-1], topology, global_batch_size=6) as b,
     ):
         for x, y in zip(a, b, strict=True):
             for _ in range(20):
@@ -460,15 +465,8 @@ def whole_topology(rank, world, sizes, owners, order):
     if owners == "ends":
         stages = {0: ("input_ids", "id"), pp.size - 1: ("labels", "id")}.get
     report = []
-    with PackedIterator(
-        mine,
-        topology,
-        global_batch_size=12,
-        capacity=64,
-        per_sequence=["logits"],
-        cp_order=order,
-        stage_fields=None if stages is None else lambda stage, _: stages(stage, ("id",) if stage == 1 else ()),
-    ) as it:
+    chosen = None if stages is None else lambda stage, _: stages(stage, ("id",) if stage == 1 else ())
+    with packed(mine, topology, global_batch_size=12, cp_order=order, stage_fields=chosen) as it:
         for step in it:
             for m, batch in enumerate(step.microbatches):
                 assert batch.layout == step.plan.layout(m, dp.rank)
@@ -493,8 +491,12 @@ def whole_topology(rank, world, sizes, owners, order):
     return {"place": place, "steps": report, "state": state, "fields": fields}
 
 
-def whole_topology_failures(rank, world, sizes, owners, where):
+def whole_topology_failures(rank, world, broken):
     """One rank's sample is broken: every rank of the world raises, wherever it stands."""
+    return [_failure(world, *case) for case in broken]
+
+
+def _failure(world, sizes, owners, where):
     topology = Topology.from_device_mesh(mesh_of(world, sizes, seed=world), owners=owners)
     everything = [{"input_ids": torch.arange(1 + i % 7), "id": i} for i in range(30)]
     mine = everything[topology.dp.rank :: topology.dp.size]
@@ -522,6 +524,7 @@ def out_of_step(rank, world):
 def bad_topologies(rank, world):
     """Sizes that do not multiply to the world, and coordinates that ranks do not agree on."""
     raised = []
+    iterator = functools.partial(PackedIterator, [{"input_ids": [1]}], global_batch_size=2, capacity=4, shared=True)
     halves = [dist.new_group([r for r in range(world) if r % 2 == k]) for k in range(2)]
     for make in (
         lambda: Topology.from_groups(),
@@ -530,16 +533,8 @@ def bad_topologies(rank, world):
         lambda: Topology.from_device_mesh(DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("banana",))),
         lambda: Topology.from_device_mesh(DeviceMesh("cpu", torch.arange(world - 1), mesh_dim_names=("dp",))),
         lambda: Topology.from_groups(dp=dist.group.WORLD, owners="nobody"),
-        lambda: PackedIterator(
-            [{"input_ids": [1]}], Topology.grid(rank, dp=world), global_batch_size=2, capacity=4, shared=True
-        ),
-        lambda: PackedIterator(
-            [{"input_ids": [1]}],
-            Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "ends"),
-            global_batch_size=2,
-            capacity=4,
-            shared=True,
-        ),
+        lambda: iterator(Topology.grid(rank, dp=world)),
+        lambda: iterator(Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "ends")),
     ):
         try:
             make()
@@ -564,9 +559,7 @@ def stalls(rank, world, victim, seconds):
 
     started = time.monotonic()
     try:
-        with PackedIterator(
-            stream(), topology, global_batch_size=3 * world, capacity=64, per_sequence=["logits"]
-        ) as it:
+        with packed(stream(), topology, global_batch_size=3 * world) as it:
             steps = sum(1 for _ in it)
     except ullage.UllageError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
@@ -587,9 +580,7 @@ def dies(rank, world, folder, victim, step_of_death):
     steps = []
     started = time.monotonic()
     try:
-        with PackedIterator(
-            stream(), topology, global_batch_size=3 * world, capacity=64, per_sequence=["logits"]
-        ) as it:
+        with packed(stream(), topology, global_batch_size=3 * world) as it:
             for step in it:
                 steps.append(sorted(ids_of(step.microbatches)))
                 done = Path(folder) / f"{rank}-{len(steps)}.pt"
@@ -611,7 +602,7 @@ def with_and_without_shared_memory(rank, world):
         found = neighbours(topology.dp)
         report.append([found.near, found.everybody])
         # Steps that grow and shrink, so that rooms are made anew and used again; one without any sample.
-        for step, count in enumerate([5, 40, 0, 40, 80, 3, 80]):
+        for step, count in enumerate([5, 40, 0, 80, 3, 80]):
             everything = dataset(count, seed=step)
             mine = everything[rank::world]
             gathered = gather_lengths(lengths_of(mine), topology)
