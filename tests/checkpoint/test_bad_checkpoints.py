@@ -214,15 +214,6 @@ def test_a_source_that_is_gone_is_one_line(run, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_nan_and_inf_are_reported_not_refused(run, tmp_path):
-    def spoil(content):
-        flat = content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
-        flat.data[:3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
-
-    edit(shard(run, 0), spoil)
-    assert convert(run, tmp_path / "out").not_finite == [("embed.weight", "fp32", 3)]
-
-
 def test_files_saved_without_checksums_are_read(run, tmp_path):
     options = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

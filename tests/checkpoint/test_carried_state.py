@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.support.checkpoints import contents, edit, shard
+from tests.support.checkpoints import edit, shard
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError
@@ -33,30 +32,6 @@ def to_8bit(state, rank):
         state[f"state{number}"] = torch.randint(0, 255, (PARTITION,), generator=random).to(torch.uint8)
         state[f"absmax{number}"] = torch.rand(6, generator=random)
         state[f"qmap{number}"] = torch.linspace(-1, 1, 256)
-
-
-def test_block_wise_8_bit_state_is_refused_by_name_and_the_weights_are_not(run, written, tmp_path):
-    change_state(run, to_8bit)
-    inventory = checkpoint.read(run)
-    assert inventory.problems() == []  # the weights are whole
-    assert "state1 is quantised in a way that is not known" in str(inventory.optimizer_problems[0])
-    before = contents(tmp_path)
-    for options in ({"format": "universal"}, {"format": "safetensors", "optimizer": True}, {"format": "dcp"}):
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.convert(inventory, tmp_path / "out", **options)
-        said = str(caught.value)
-        assert "optimizer state state1 is quantised in a way that is not known" in said
-        assert "zero_pp_rank_0_mp_rank_00_optim_states.pt, rank 0, group 0" in said
-        assert "found 800 elements of uint8" in said
-        assert "--weights-only" in said
-        assert contents(tmp_path) == before
-    checkpoint.convert(inventory, tmp_path / "st", format="safetensors")
-    weights = load_file(tmp_path / "st" / "model.safetensors")
-    for name in written.shapes():
-        assert torch.equal(weights[name], torch.from_numpy(written.tensor(name)))
-    assert checkpoint.verify(inventory, tmp_path / "st") == []
-    checkpoint.convert(inventory, tmp_path / "dcp", format="dcp", optimizer=False)
-    assert checkpoint.verify(inventory, tmp_path / "dcp") == []
 
 
 def test_a_conversion_that_lost_8_bit_state_is_not_called_equal(run, tmp_path):
@@ -106,17 +81,3 @@ def test_numbers_of_the_state_are_carried_to_every_format(run, tmp_path):
 
     names = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     assert "optim.state.head.weight.momentum_cache" in names
-
-
-def test_a_universal_checkpoint_keeps_its_steps_and_settings_as_dcp(run, tmp_path):
-    """They were left out without a word."""
-    checkpoint.convert(run, tmp_path / "universal")
-    checkpoint.convert(tmp_path / "universal", tmp_path / "dcp", format="dcp")
-    checkpoint.convert(run, tmp_path / "direct", format="dcp")
-    assert checkpoint.verify(run, tmp_path / "dcp") == []
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    names = [set(FileSystemReader(tmp_path / f).read_metadata().state_dict_metadata) for f in ("dcp", "direct")]
-    assert names[0] == names[1]
-    assert "optim.state.head.weight.step" in names[0]
-    assert "optim.param_groups.0.lr" in names[0]

@@ -96,7 +96,7 @@ def test_options_that_make_no_sense_are_refused(written, tmp_path):
     for options, match in [
         ({"format": "gguf"}, "unknown format: expected universal or safetensors or .* or zero3, found gguf"),
         ({"format": "zero1"}, "a ZeRO checkpoint is of a number of ranks"),
-        ({"format": "zero2", "ranks": 0}, "ranks"),
+        *(({"format": "zero2", "ranks": ranks, "optimizer": False}, "ranks") for ranks in (0, -1, 1.5, True, "2")),
         ({"format": "zero2", "ranks": 2, "dtype": "int8"}, "cannot cast weights to this dtype"),
         ({"format": "dcp", "ranks": 2}, "dcp is for any number of ranks: found ranks 2"),
         ({"format": "trainer", "optimizer": False}, "a Trainer's checkpoint always has the optimizer's state"),

@@ -70,12 +70,15 @@ def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
 def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
     first = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS))
     finish(start(first.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
+    (tmp_path / "out.partial" / "zero" / "leftover").write_text("")
     time.sleep(0.01)
     second = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS, seed=1))
     report = checkpoint.convert(second.folder, tmp_path / "out")
     assert report.bytes_resumed == 0
     assert "a partial of another source or other options was removed" in report.notes
     assert_is_the_truth(tmp_path / "out", second)
+    assert not list((tmp_path / "out").rglob("leftover"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest_universal", "out", "run"]
 
 
 def test_a_journal_that_was_torn_is_not_believed_beyond_the_tear(written, tmp_path):
@@ -96,19 +99,6 @@ def test_after_a_restart_of_the_machine_only_what_was_synced_is_believed(written
     report = checkpoint.convert(written.folder, tmp_path / "out")
     assert report.bytes_resumed == 0
     assert_is_the_truth(tmp_path / "out", written)
-
-
-def test_a_partial_of_another_conversion_is_replaced(written, tmp_path):
-    stale = tmp_path / "out.partial" / ".journal"
-    stale.mkdir(parents=True)
-    (stale / "0.jsonl").write_text('{"mark": "another"}\n')
-    (tmp_path / "out.partial" / "leftover").write_text("")
-    (tmp_path / "out.partial" / "zero").mkdir()
-    (tmp_path / "out.partial" / "zero" / "leftover").write_text("")
-    checkpoint.convert(written.folder, tmp_path / "out")
-    assert not list((tmp_path / "out").rglob("leftover"))
-    assert_is_the_truth(tmp_path / "out", written)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest_universal", "out"]
 
 
 def test_a_partial_that_another_process_writes_is_not_emptied(written, tmp_path):

@@ -48,7 +48,7 @@ KINDS = {
     "universal": {}, "safetensors": {"optimizer": True}, "dcp": {}, "trainer": {},
 }  # fmt: skip
 PAIRS = list(itertools.product(KINDS, KINDS))
-QUICK = [("zero1", "trainer"), ("dcp", "zero3"), ("safetensors", "universal")]
+QUICK = [("zero1", "trainer"), ("universal", "dcp"), ("safetensors", "zero3")]
 
 
 def content(inventory):

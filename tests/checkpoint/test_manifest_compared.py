@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.test_manifest import list_folder
 from tests.support import real_zero
+from tests.support.checkpoints import flip
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.cli import main
@@ -37,12 +38,6 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def flip(path: Path, at: int = -3) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def refused(folder: Path, tmp_path: Path, match: str) -> None:
     assert any(match in str(problem) for problem in checkpoint.read(folder).problems())
     for format in ("safetensors", "universal", "dcp", "trainer"):
@@ -61,7 +56,7 @@ def refused(folder: Path, tmp_path: Path, match: str) -> None:
 
 def test_a_flipped_bit_of_a_file_without_sums_is_found(folder, tmp_path):
     assert checkpoint.read(folder).problems() == []
-    flip(folder / "model.safetensors")
+    flip(folder / "model.safetensors", -3)
     refused(folder, tmp_path, "a file is not what the manifest lists")
     assert checkpoint.read(folder).problems(manifest=False) == []
     (folder / "manifest.json").unlink()
@@ -100,7 +95,7 @@ def test_a_url_is_compared_too(folder, tmp_path):
     store = fsspec.filesystem("memory")
     for name in ("whole", "flipped"):
         if name == "flipped":
-            flip(folder / "model.safetensors")
+            flip(folder / "model.safetensors", -3)
         store.put(str(folder), f"/manifests/{name}", recursive=True)
     assert checkpoint.read("memory://manifests/whole").problems() == []
     problems = checkpoint.read("memory://manifests/flipped").problems()

@@ -12,6 +12,7 @@ from tests.support import real_zero
 from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.conversion import destination
 from ullage.core.errors import CheckpointError, InputError
 
 pytest.importorskip("moto.server", reason="needs moto[server]")
@@ -73,17 +74,16 @@ def test_both_ways_are_exact_while_one_request_in_twenty_fails(store, written, t
     assert store.system().cat_file("bucket/out/latest_universal") == b"universal"
 
 
-@pytest.mark.parametrize("format", ["safetensors", "dcp"])
-def test_large_files_go_in_parts_and_come_back(store, written, tmp_path, monkeypatch, format):
-    from ullage.checkpoint.conversion import destination
-
+def test_large_files_go_in_parts_and_come_back(store, written, tmp_path, monkeypatch):
     # Every file by the driver; and parts of 5 MiB, the least that S3 takes, of which these files have several.
     monkeypatch.setattr(destination, "_SMALL_BYTES", 0)
     options = store.options | {"default_block_size": 5 << 20}
-    target = store.url(f"bucket/parts/{format}")
-    checkpoint.convert(store.url("bucket/source"), target, format=format, optimizer=True, storage_options=options)
-    checkpoint.convert(written.folder, tmp_path / "local", format=format, optimizer=True)
-    found = fetch(store, f"bucket/parts/{format}", tmp_path / "found")
+    target = store.url("bucket/parts")
+    checkpoint.convert(
+        store.url("bucket/source"), target, format="safetensors", optimizer=True, storage_options=options
+    )
+    checkpoint.convert(written.folder, tmp_path / "local", format="safetensors", optimizer=True)
+    found = fetch(store, "bucket/parts", tmp_path / "found")
     for path in (tmp_path / "local").rglob("*"):
         if path.is_file() and path.name != "ullage.json":
             assert (found / path.relative_to(tmp_path / "local")).read_bytes() == path.read_bytes(), path
@@ -118,7 +118,7 @@ def client(store, target, limit, spools):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-@pytest.mark.parametrize("limit", [2, 60, -1])
+@pytest.mark.parametrize("limit", [60, -1])
 def test_a_killed_client_is_gone_on_with(store, written, tmp_path, limit):
     target = store.url(f"bucket/killed/{limit}")
     assert client(store, target, limit, tmp_path).returncode == -signal.SIGKILL

@@ -141,7 +141,8 @@ def test_every_format_and_verb_refuses_the_file(run, tmp_path, where):
     }
     edit(*places[where])
     before = sorted(tmp_path.iterdir())
-    for format in ("universal", "safetensors", "dcp", "trainer", "zero1", "zero3"):
+    formats = ("universal", "safetensors", "dcp", "trainer", "zero1", "zero3")
+    for format in formats if where == "client state" else formats[:1]:
         ranks = 2 if format.startswith("zero") else None
         with pytest.raises(CheckpointError, match=r"refused: .*Path\.write_text"):
             checkpoint.convert(run, tmp_path / "out", format=format, ranks=ranks)

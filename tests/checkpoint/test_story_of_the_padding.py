@@ -6,27 +6,18 @@ really fills the last two shards and part of a third. Strategy: padding is what 
 subtracted; the offsets follow from ``param_shapes``, never from what the files book.
 """
 
-import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support import forked, real_zero
-from tests.support.checkpoints import assert_is_the_truth
+from tests.support import real_zero
+from tests.support.checkpoints import assert_is_the_truth, convert_with_deepspeed
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 
 pytestmark = pytest.mark.regression
-
-
-def _convert_with_deepspeed(source, target, *more):
-    """DeepSpeed's own converter, in a process of its own. Returns (status, output)."""
-
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
-    command += ["--output_folder", str(target), "--inject_missing_state", "--num_extract_workers", "1", *more]
-    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_padding_larger_than_the_last_shard(tmp_path):
@@ -38,7 +29,7 @@ def test_a_padding_larger_than_the_last_shard(tmp_path):
     assert group.shard_size == 4
     assert group.booked == (*[0] * 11, 22)
     assert group.padding_of().tolist() == [*[0] * 6, 2, *[4] * 5]
-    status, output = _convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
+    status, output = convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs", "--inject_missing_state")
     assert status != 0
     assert "must be non-negative" in output
     checkpoint.convert(truth.folder, tmp_path / "universal")
@@ -47,14 +38,12 @@ def test_a_padding_larger_than_the_last_shard(tmp_path):
 
 @pytest.mark.slow
 def test_the_story_itself_768_ranks(tmp_path):
-    """The group of the story, 65 x 4096 elements, and one of 300, on 768 ranks; the processor time is bounded.
+    """The group of the story, 65 x 4096 elements, on 768 ranks; the processor time is bounded.
 
     ``make campaign NAME=zero_768`` does it at every stage.
     """
-    import time
-
     norms = {f"layers.{i}.norm.weight": (4096,) for i in range(65)}
-    recipe = Recipe(stage=1, dp=768, dtype="bf16_optimizer", groups=[norms, {"small": (300,)}])
+    recipe = Recipe(stage=1, dp=768, dtype="bf16_optimizer", groups=[norms])
     truth = real_zero.write(tmp_path / "run", recipe)
     began = time.process_time()
     inventory = checkpoint.read(truth.folder)
@@ -74,7 +63,7 @@ def test_round_robin_gradients_are_said_and_the_layout_is_followed(tmp_path):
     assert [n for n in inventory.notes if n.startswith("round_robin")]
     checkpoint.convert(inventory, tmp_path / "universal")
     assert_is_the_truth(tmp_path / "universal", truth)
-    status, _ = _convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
+    status, _ = convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs", "--inject_missing_state")
     assert status == 0
     wrong = [
         name

@@ -1,12 +1,11 @@
 """Tensor and pipeline parallel checkpoints with Megatron-DeepSpeed's patterns, against DeepSpeed's own converter."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 
-from tests.support import forked, real_zero
+from tests.support import real_zero
+from tests.support.checkpoints import convert_with_deepspeed
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 
@@ -39,13 +38,6 @@ def stage(index, *, embedding=False, average=True):
     return [{**(EMBEDDING if embedding else {}), **layer, **more}, {f"l{index}.column.bias": (7,)}]
 
 
-def convert_with_deepspeed(source, target):
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
-    command += ["--output_folder", str(target), "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_every_pattern_gives_what_deepspeed_gives(tmp_path):
     info = {**INFO, "pipeline_replicated_parameter_patterns": [r"word_embeddings\.weight"]}
     per_rank = [stage(p, embedding=True) for p in (0, 1) for _ in (0, 1)]
@@ -56,7 +48,8 @@ def test_every_pattern_gives_what_deepspeed_gives(tmp_path):
     assert inventory.problems() == []
     assert (inventory.written_by.dp, inventory.written_by.tp, inventory.written_by.pp) == (2, 2, 2)
     checkpoint.convert(inventory, tmp_path / "ours")
-    convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
+    status, output = convert_with_deepspeed(truth.tag_folder, tmp_path / "theirs")
+    assert status == 0, output[-2000:]
     compared = 0
     for path in sorted((tmp_path / "theirs" / "zero").glob("*/*.pt")):
         theirs = torch.load(path, weights_only=False)

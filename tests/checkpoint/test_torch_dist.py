@@ -8,32 +8,23 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import ullage.checkpoint as checkpoint
 from tests.support import processes, real_zero
+from tests.support.checkpoints import value_of
 from tests.support.hugging_face_shapes import config_of, shapes_of
 from tests.support.launch import ROOT
 from tests.support.real_zero import Recipe
 from ullage.checkpoint.core.inventory import Band, File, Fragments, Inventory, Merge, Slice, Tensor, WrittenBy
-from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.checkpoint.formats.entries import rows_of
 from ullage.checkpoint.formats.name_tables import NAMES, Architecture, of_config, row_ranges
 from ullage.checkpoint.formats.table import FORMATS
 from ullage.core.errors import CheckpointError
 
 KINDS = ("llama", "qwen2", "qwen3")
-
-
-def value_of(inventory, tensor):
-    """The tensor's elements, through the reader, in pieces of a few rows."""
-    sources, buffer = Sources(inventory), np.empty(512, np.uint8)
-    data = b"".join(bytes(part) for part in stream(sources, tensor, 0, tensor.numel, buffer, Tally()))
-    sources.close()
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 
 def hf_folder(folder, kind, dtype=torch.float32, **more):

@@ -84,7 +84,7 @@ def test_what_cannot_be_packed_is_said():
         get_packer("balanced", 8, bin_count_multiple=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(0, 12))
 def test_every_sequence_once_within_the_capacity(lengths, multiple, least):
     packer = get_packer("balanced", 100, min_bin_count=least, bin_count_multiple=multiple)

@@ -156,17 +156,6 @@ def test_the_padded_width_is_not_a_length():
     assert len(parts) == 2
 
 
-def test_verls_balancing_would_be_over_the_cap():
-    over = 0
-    for seed in range(40):
-        lengths = np.random.default_rng(seed).integers(1, 60, 24).tolist()
-        work = [24576 * length + length**2 for length in lengths]
-        over += largest(lengths, karmarkar_karp(work, -(-sum(lengths) // 64), False)) > 64
-        _, parts = rearrange_micro_batches(padded(lengths), 64)
-        check_rearranged(parts, lengths, 64)
-    assert over >= 20
-
-
 def test_what_cannot_be_rearranged():
     with pytest.raises(ValueError, match=r"does not fit into a microbatch \(sequence 1\).* found 65"):
         rearrange_micro_batches(padded([3, 65]), 64)

@@ -48,7 +48,7 @@ def _both(seed: int) -> tuple[ullage.Plan, ullage.Plan]:
 
 
 @pytest.mark.property
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_compiled_and_as_python_the_plans_are_the_same(seed: int) -> None:
     fast, slow = _both(seed)
@@ -145,7 +145,7 @@ def _interrupted(code: str, cache: Path | None) -> tuple[int, str, float]:
     return process.returncode, err, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.4])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
 def test_ctrl_c_while_a_kernel_runs_ends_the_command_with_130(delay: float) -> None:
     compiled.compiled(balancing.balance)  # into the cache, so that the command only loads it
     ready = "from ullage.planning.solver import compiled, balancing; compiled.compiled(balancing.balance)\n"
@@ -154,6 +154,7 @@ def test_ctrl_c_while_a_kernel_runs_ends_the_command_with_130(delay: float) -> N
     assert (status, "Traceback" in err) == (130, False), err
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_kernels_are_compiled_ends_the_command_with_130(tmp_path: Path) -> None:
     code = _until_busy().replace("DELAY", "1.5") + _CLI + "from ullage.cli import main; main()"
     status, err, _ = _interrupted(code, tmp_path)

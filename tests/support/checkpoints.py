@@ -1,14 +1,17 @@
 """What the tests of checkpoints do to files and folders, and what a converted folder must hold."""
 
 import hashlib
+import sys
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support import forked
 from tests.support.real_zero import SENTINEL
 from ullage import checkpoint
+from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError, InputError
 
 
@@ -66,6 +69,22 @@ def convert(source, target, **options):
     report = checkpoint.convert(source, target, **options)
     assert checkpoint.verify(source, target) == []
     return report
+
+
+def value_of(inventory, tensor):
+    """The tensor's elements, through the reader, in pieces of a few rows."""
+    sources, buffer = Sources(inventory), np.empty(512, np.uint8)
+    data = b"".join(bytes(part) for part in stream(sources, tensor, 0, tensor.numel, buffer, Tally()))
+    sources.close()
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
+
+
+def convert_with_deepspeed(source, target, *more):
+    """DeepSpeed's own converter, in a process of its own. Returns (status, output)."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
+    command += ["--output_folder", str(target), "--num_extract_workers", "1", "--num_merge_workers", "1", *more]
+    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 def universal(folder, name, key="fp32"):
