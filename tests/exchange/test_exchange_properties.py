@@ -133,14 +133,6 @@ def test_the_zigzag_is_transformer_engine_s():
     assert shard_index(layout, 2, 1).tolist() == [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19]
 
 
-@given(drawn(16, 32, low=1, high=64, min_size=1, max_size=20), st.integers(1, 5))
-def test_materialize_gives_every_token_once(lengths, ranks):
-    samples = [{"input_ids": torch.arange(n) + 1000 * i, "id": i} for i, n in enumerate(lengths)]
-    plan = ullage.plan(lengths, ranks=ranks, capacity=64)
-    tokens = [batch["input_ids"] for rank in range(ranks) for batch in materialize(plan, samples, rank)]
-    assert sorted(torch.cat(tokens).tolist()) == [t for s in samples for t in s["input_ids"].tolist()]
-
-
 _KINDS = st.sampled_from([
     list, np.float64, np.int32, np.uint8, np.bool_, torch.float16, torch.bfloat16, torch.float32, torch.int64
 ])  # fmt: skip

@@ -284,8 +284,9 @@ def test_no_page_of_the_site_is_wider_than_its_window(tmp_path):
     pages = [page for page in sorted((tmp_path / "site").rglob("*.html")) if page.name != "404.html"]
     assert len(pages) >= len(PAGES) - 2  # the README and CONTRIBUTING are no pages of the site
     parts = ".md-content :is(h1, h2, h3, p, li, td, th, pre, img, svg.idea)"
-    for width, dark in ((400, True), (1280, False)):
-        for page, facts in lay_out(pages, tmp_path, parts=parts, width=width, dark=dark).items():
+    # What fits a telephone may be too wide beside the lists that a large window shows, on one page as on another.
+    for shown, width, dark in ((pages, 400, True), (pages[::5], 1280, False)):
+        for page, facts in lay_out(shown, tmp_path, parts=parts, width=width, dark=dark).items():
             assert (facts["width"], facts["dark"]) == (width, dark)
             assert facts["seen"] > 3, page
             assert facts["page"] <= width, page

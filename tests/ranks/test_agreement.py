@@ -2,7 +2,6 @@
 
 import pytest
 
-import ullage
 from tests.support import processes, ranks_cases
 from ullage.core.errors import DistributedError, InputError
 from ullage.ranks import Axis, Topology, agree, gather_agreed, raise_failures, report, together, tried
@@ -55,6 +54,7 @@ def test_two_ranks_fail_and_the_others_name_both(lines):
     [
         ("interrupt", "KeyboardInterrupt: ", "found KeyboardInterrupt. "),
         ("exit", "SystemExit: 3", "found SystemExit: 3. "),
+        ("stop", "StopIteration: ", "found StopIteration. "),
         ("without words", "KeyError: ", "found KeyError. "),
         ("long", "ValueError: " + "x" * 5000, "found ValueError: " + "x" * (2000 - len("ValueError: ")) + "…. "),
     ],
@@ -62,12 +62,6 @@ def test_two_ranks_fail_and_the_others_name_both(lines):
 def test_every_kind_of_error_is_told(lines, case, own, quoted):
     assert lines[case][1] == own
     assert quoted in others(lines, case, [1])
-
-
-@pytest.mark.distributed
-def test_a_stop_of_an_iterator_is_an_error_too(lines):
-    assert lines["stop"][1] == "StopIteration: "
-    assert "found StopIteration. " in others(lines, "stop", [1])
 
 
 @pytest.mark.distributed
@@ -172,11 +166,6 @@ def test_many_errors_are_quoted_in_part():
         raise_failures(None, reports, "packing")
     assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more)" in str(raised.value)
     assert "on rank 7 ValueError: 7; and 12 more. " in str(raised.value)
-
-
-def test_the_room_is_an_attribute_of_the_package():
-    assert ullage.ranks.Topology is Topology
-    assert not hasattr(ullage.exchange, "Topology")
 
 
 def test_an_axis_of_one_process_and_what_is_no_axis():
