@@ -205,19 +205,16 @@ def test_layers_may_compute_in_bf16(quick, alone):
 MANY = {
     3: {
         "cp of heads that three ranks do not divide": ("llama", trained(mesh=[1, 3, 1])),
-        "tied weights": ("tied", trained(model=TIED, mesh=[3, 1, 1])),
     },
     4: {
         "dp·tp": ("qwen3", trained(kind="qwen3", mesh=[2, 1, 2])),
         "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1])),
         "cp·tp, layers computed again in the backward": ("llama", trained(mesh=[1, 2, 2], recompute=True)),
         "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
-        "recurrent": ("recurrent", trained(kind="recurrent", mesh=[4, 1, 1])),
         "experts": ("mixtral", trained(kind="mixtral", mesh=[2, 1, 2])),
     },
     8: {
         "dp·cp·tp": ("llama", trained(mesh=[2, 2, 2])),
-        "cp·tp with weights on every rank": ("qwen3", trained(kind="qwen3", mesh=[1, 4, 2])),
     },
 }
 #: (saved on, loaded on, model)

@@ -16,11 +16,13 @@ The writer runs in a fork of the tests' server, and each rank in a fork of that,
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,13 @@ STEP = 7
 GATED = 3
 _GATE, _EXPERTS = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts"
 
+
+#: What takes as long as all else that a rank does, and is imported once before the forks.
+_IMPORTED_BY_EVERY_RANK = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "torch.utils.serialization.config",
+)
 
 #: in the writer's process: values drawn before the forks
 _known: dict[tuple[str, str], np.ndarray] = {}
@@ -181,6 +190,8 @@ def _write(rank: int, folder: str, recipe: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel("ERROR")
     torch.set_num_threads(1)
+    for module in _IMPORTED_BY_EVERY_RANK:
+        importlib.import_module(module)
     gc.freeze()  # DeepSpeed collects garbage in every fork, which would copy every page that holds an object
     error = _write_all_ranks(folder, Recipe(**recipe))
     if error:
@@ -227,51 +238,26 @@ def _be_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
     os._exit(0)
 
 
-class _Mpu:
-    """Megatron's order of ranks: tensor fastest, then data, then pipeline."""
+def _mpu(rank: int, tp: int, dp: int, pp: int) -> SimpleNamespace:
+    """Megatron's order of ranks: tensor fastest, then data, then pipeline. What DeepSpeed asks of it, by ``get_``."""
+    import torch.distributed as dist
 
-    def __init__(self, rank: int, tp: int, dp: int, pp: int) -> None:
-        import torch.distributed as dist
-
-        self.tp, self.dp, self.pp = tp, dp, pp
-        self.tp_rank, self.dp_rank, self.pp_rank = rank % tp, rank // tp % dp, rank // (tp * dp)
-        base = self.pp_rank * tp * dp
-        self.dp_group = dist.new_group([base + d * tp + self.tp_rank for d in range(dp)])
-        self.tp_group = dist.new_group([base + self.dp_rank * tp + t for t in range(tp)])
-        self.mp_group = dist.new_group([p * tp * dp + self.dp_rank * tp + t for p in range(pp) for t in range(tp)])
-
-    def get_data_parallel_group(self):
-        return self.dp_group
-
-    def get_data_parallel_rank(self):
-        return self.dp_rank
-
-    def get_data_parallel_world_size(self):
-        return self.dp
-
-    def get_model_parallel_group(self):
-        return self.mp_group
-
-    def get_model_parallel_rank(self):
-        return self.pp_rank * self.tp + self.tp_rank
-
-    def get_model_parallel_world_size(self):
-        return self.tp * self.pp
-
-    def get_tensor_model_parallel_group(self):
-        return self.tp_group
-
-    def get_tensor_model_parallel_rank(self):
-        return self.tp_rank
-
-    def get_tensor_model_parallel_world_size(self):
-        return self.tp
-
-    def get_pipeline_model_parallel_world_size(self):
-        return self.pp
-
-    def get_pipeline_model_parallel_rank(self):
-        return self.pp_rank
+    tp_rank, dp_rank, pp_rank = rank % tp, rank // tp % dp, rank // (tp * dp)
+    base = pp_rank * tp * dp
+    told = {
+        "data_parallel_group": dist.new_group([base + d * tp + tp_rank for d in range(dp)]),
+        "data_parallel_rank": dp_rank,
+        "data_parallel_world_size": dp,
+        "tensor_model_parallel_group": dist.new_group([base + dp_rank * tp + t for t in range(tp)]),
+        "tensor_model_parallel_rank": tp_rank,
+        "tensor_model_parallel_world_size": tp,
+        "model_parallel_group": dist.new_group([p * tp * dp + dp_rank * tp + t for p in range(pp) for t in range(tp)]),
+        "model_parallel_rank": pp_rank * tp + tp_rank,
+        "model_parallel_world_size": tp * pp,
+        "pipeline_model_parallel_rank": pp_rank,
+        "pipeline_model_parallel_world_size": pp,
+    }
+    return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in told.items()})
 
 
 def _build(recipe: Recipe, model_rank: int):
@@ -439,7 +425,7 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
     if recipe.pipeline:
         model, groups, model_rank, dp_rank = _build_pipeline(recipe, rank)
     else:
-        mpu = _Mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
+        mpu = _mpu(rank, recipe.tp, recipe.dp, recipe.pp) if recipe.tp * recipe.pp > 1 else None
         model_rank = mpu.get_model_parallel_rank() if mpu else 0
         dp_rank = mpu.get_data_parallel_rank() if mpu else rank
         model, groups = _build(recipe, model_rank)
