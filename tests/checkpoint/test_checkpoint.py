@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from tests.support import real_zero
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.core.errors import InputError
@@ -14,13 +13,8 @@ from ullage.core.errors import InputError
 LLAMA_7B = {"embed.weight": (32000, 4096), "head.weight": (32000, 4096)}
 LLAMA_7B |= {f"layers.{i}.{n}.weight": (4096, 4096) for i in range(32) for n in "qkvo"}
 LLAMA_7B |= {f"layers.{i}.{n}.weight": (11008, 4096) for i in range(32) for n in ("gate", "up", "down")}
+RECIPE = Recipe(stage=2, dp=2, groups=[{"a.weight": (30, 20)}, {"a.bias": (30,)}])
 NORMS = {f"norms.{i}.weight": (4096,) for i in range(65)}
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    groups = [{"a.weight": (30, 20)}, {"a.bias": (30,)}]
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=2, groups=groups))
 
 
 def test_reading_and_converting_import_neither_torch_nor_deepspeed(written, tmp_path):
@@ -108,11 +102,8 @@ def test_options_that_make_no_sense_are_refused(written, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pipeline_layer_files_give_the_sizes_and_what_no_group_trains(written, tmp_path):
+def test_pipeline_layer_files_give_the_sizes_and_what_no_group_trains(run, tmp_path):
     """A pipeline module saves ``module`` as None and its layers in files of their own."""
-    import shutil
-
-    run = shutil.copytree(written.tag_folder, tmp_path / "run")
     states = torch.load(run / "mp_rank_00_model_states.pt", weights_only=False)
     names = {"a.weight": "1.weight", "a.bias": "1.bias"}
     states["param_shapes"] = [{names[n]: s for n, s in g.items()} for g in states["param_shapes"]]

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,12 +20,8 @@ pytestmark = pytest.mark.distributed
 
 #: files beyond the size of small ones (1 MiB), so that each is a unit of its own, with small files beside them
 GROUPS = [{f"{n}.weight": (300 + i, 1100) for i, n in enumerate("abcdef")}, {f"n{i}": (50 + i,) for i in range(20)}]
+RECIPE = Recipe(stage=1, dp=2, groups=GROUPS)
 HALF = 12 << 20
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=1, dp=2, groups=GROUPS))
 
 
 def start(source, target, *, kill_after=None):
@@ -68,11 +65,11 @@ def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
 
 
 def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
-    first = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS))
+    first = real_zero.write(tmp_path / "run", RECIPE)
     finish(start(first.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)
     (tmp_path / "out.partial" / "zero" / "leftover").write_text("")
     time.sleep(0.01)
-    second = real_zero.write(tmp_path / "run", Recipe(stage=1, dp=2, groups=GROUPS, seed=1))
+    second = real_zero.write(tmp_path / "run", replace(RECIPE, seed=1))
     report = checkpoint.convert(second.folder, tmp_path / "out")
     assert report.bytes_resumed == 0
     assert "a partial of another source or other options was removed" in report.notes

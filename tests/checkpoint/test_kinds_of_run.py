@@ -3,8 +3,6 @@
 The truth is what the ranks gather from their own memory before they save (``tests/support/zero_kinds.py``).
 """
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -31,7 +29,7 @@ KINDS = {
 }
 
 
-def run(folder, kind):
+def run_kind(folder, kind):
     world, stage, config = KINDS[kind]
     job = Job(folder / "results", world, stage, seed=1, save_to=folder / "saved", config=config,
               module="tests.support.zero_kinds", function="run")  # fmt: skip
@@ -60,7 +58,7 @@ def whole(results, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_read_as_its_ranks_hold_it(tmp_path, kind):
-    results = run(tmp_path, kind)
+    results = run_kind(tmp_path, kind)
     truth, source = whole(results, kind), tmp_path / "saved"
     inventory = checkpoint.read(source)
     assert inventory.problems() == []
@@ -102,17 +100,7 @@ def _loads_by_deepspeeds_map(universal, results, tp):
 
 
 GROUPS = [{"enter.weight": (5, 6), "middle.weight": (7, 9), "leave.weight": (3, 4)}, {"norm": (11,)}]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=4, groups=GROUPS))
-
-
-@pytest.fixture
-def copy(written, tmp_path):
-    shutil.copytree(written.folder, tmp_path / "run")
-    return tmp_path / "run" / written.recipe.tag
+RECIPE = Recipe(stage=2, dp=4, groups=GROUPS)
 
 
 def set_config(folder, **zero):
@@ -128,20 +116,20 @@ def set_config(folder, **zero):
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "state was offloaded to NVMe"),
     ],
 )
-def test_a_kind_that_cannot_be_read_is_refused_by_its_name(copy, tmp_path, zero, said):
-    checkpoint.read(copy)
-    set_config(copy, **zero)
+def test_a_kind_that_cannot_be_read_is_refused_by_its_name(run, tmp_path, zero, said):
+    checkpoint.read(run)
+    set_config(run, **zero)
     with pytest.raises(CheckpointError, match=said):
-        checkpoint.convert(copy, tmp_path / "out", format="safetensors")
+        checkpoint.convert(run, tmp_path / "out", format="safetensors")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_superoffload_has_weights_and_no_moments(copy, written, tmp_path):
-    set_config(copy, offload_optimizer={"device": "cpu", "super_offload": True})
+def test_superoffload_has_weights_and_no_moments(run, written, tmp_path):
+    set_config(run, offload_optimizer={"device": "cpu", "super_offload": True})
     with pytest.raises(CheckpointError, match="SuperOffload run keeps the optimizer's state in a process of its own"):
-        checkpoint.convert(copy, tmp_path / "out")
-    checkpoint.convert(copy, tmp_path / "out", format="safetensors")
+        checkpoint.convert(run, tmp_path / "out")
+    checkpoint.convert(run, tmp_path / "out", format="safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(weights[name], torch.from_numpy(written.tensor(name))) for name in written.shapes())
 
@@ -187,10 +175,10 @@ def _with_muon(folder, written, *, drift=False):
 
 
 @pytest.mark.slow
-def test_muons_momentum_is_whole_on_each_rank(copy, written, tmp_path):
-    group = _with_muon(copy, written)
+def test_muons_momentum_is_whole_on_each_rank(run, written, tmp_path):
+    group = _with_muon(run, written)
     assert len(set(zip(group.pieces.item.tolist(), group.pieces.shard.tolist()))) > len(group.names)  # some are cut
-    checkpoint.convert(copy, tmp_path / "out")
+    checkpoint.convert(run, tmp_path / "out")
     for name in group.names:
         content = torch.load(tmp_path / "out" / "zero" / name / "momentum_buffer.pt", weights_only=True)
         assert torch.equal(content["param"], torch.from_numpy(written.tensor(name, "momentum")))
@@ -198,11 +186,11 @@ def test_muons_momentum_is_whole_on_each_rank(copy, written, tmp_path):
         torch.load(tmp_path / "out" / "zero" / "norm" / "exp_avg.pt", weights_only=True)["param"],
         torch.from_numpy(written.tensor("norm", "exp_avg")),
     )
-    assert checkpoint.verify(copy, tmp_path / "out") == []
+    assert checkpoint.verify(run, tmp_path / "out") == []
 
 
 @pytest.mark.slow
-def test_copies_of_muons_momentum_that_differ_are_refused(copy, written, tmp_path):
-    _with_muon(copy, written, drift=True)
+def test_copies_of_muons_momentum_that_differ_are_refused(run, written, tmp_path):
+    _with_muon(run, written, drift=True)
     with pytest.raises(CheckpointError, match="ranks hold different values of one parameter"):
-        checkpoint.convert(copy, tmp_path / "out")
+        checkpoint.convert(run, tmp_path / "out")

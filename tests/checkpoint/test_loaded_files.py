@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import real_zero
 from tests.support.checkpoints import contents, edit
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
@@ -20,12 +19,8 @@ pytestmark = pytest.mark.regression
 
 GROUPS = [{"embed.weight": (10, 3), "layers.0.weight": (7, 3)}, {"norm.weight": (5,)}]
 EXTRAS = {"frozen": {"base": (6, 5)}, "buffers": {"mean": (5,)}, "tied": {"lm_head.weight": "embed.weight"}}
+RECIPE = Recipe(stage=1, dp=2, groups=GROUPS, **EXTRAS)
 FORMATS = ("universal", "safetensors", "dcp")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=1, dp=2, groups=GROUPS, **EXTRAS))
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +115,8 @@ def test_a_target_that_was_cast_is_equal_to_its_source(converted, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["module", "description", "version"])
-def test_model_states_that_are_copied_are_compared_with_their_checksums(written, tmp_path, which):
+def test_model_states_that_are_copied_are_compared_with_their_checksums(run, tmp_path, which):
     """A weight of the module is read by no conversion: it is copied with its file, and was not looked at."""
-    run = shutil.copytree(written.tag_folder, tmp_path / "run")
     path = run / "mp_rank_00_model_states.pt"
     held = torchfile.read_torch_file(path)
     at = {
@@ -141,9 +135,8 @@ def test_model_states_that_are_copied_are_compared_with_their_checksums(written,
     assert contents(tmp_path) == before
 
 
-def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_checksum(written, tmp_path):
+def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_checksum(run, tmp_path):
     """Most of the storage is not read by the conversion; what is not read is summed all the same."""
-    run = shutil.copytree(written.tag_folder, tmp_path / "run")
     path = run / "mp_rank_00_model_states.pt"
     whole = torch.arange(400_000.0)
     edit(path, lambda content: content["module"].update(base=whole[:30].view(6, 5), tail=whole))
@@ -158,8 +151,7 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
         checkpoint.convert(run, tmp_path / "out", format="safetensors")
 
 
-def test_a_step_in_a_shard_is_compared_with_its_checksum(written, tmp_path):
-    run = shutil.copytree(written.tag_folder, tmp_path / "run")
+def test_a_step_in_a_shard_is_compared_with_its_checksum(run, tmp_path):
     for path in run.glob("*optim_states.pt"):  # in all shards alike, so that they do not contradict one another
         held = torchfile.read_torch_file(path)
         data = bytearray(path.read_bytes())

@@ -1,7 +1,6 @@
 """State of bitsandbytes' 8-bit optimizers is decoded block by block, exactly, and what is not known is refused."""
 
 import importlib.util
-import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from ullage.checkpoint.core.reading import Sources, Tally, stream
 from ullage.core.errors import CheckpointError
 
 GROUPS = [{"embed.weight": (61, 30), "head.weight": (20, 31)}, {"bias": (7,)}]
+RECIPE = Recipe(stage=2, dp=2, groups=GROUPS[:1])
 WRAPPED = "__bnb_optimizer_quant_state__"
 
 
@@ -104,11 +104,6 @@ def test_8_bit_moments_are_decoded_in_every_format(tmp_path, stage, dp, block, w
     sources.close()
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    return real_zero.write(tmp_path_factory.mktemp("written"), Recipe(stage=2, dp=2, groups=GROUPS[:1]))
-
-
 def _lose(name):
     return lambda state: state[WRAPPED].pop(name)
 
@@ -130,9 +125,7 @@ UNKNOWN = (
     ],
     ids=["no table", "no scales", "scales of no block size", "two moments in one state", "an object"],
 )  # fmt: skip
-def test_what_is_quantised_otherwise_is_refused_by_name_and_the_weights_are_not(written, tmp_path, change, said):
-    run = tmp_path / "run" / written.recipe.tag
-    shutil.copytree(written.tag_folder, run)
+def test_what_is_quantised_otherwise_is_refused_by_name_and_the_weights_are_not(run, written, tmp_path, change, said):
     for rank in range(2):
         to_8bit(shard(run, rank), rank)
         edit(shard(run, rank), lambda c: change(c["optimizer_state_dict"]["base_optimizer_state"]["state"][0]))
@@ -150,9 +143,7 @@ def test_what_is_quantised_otherwise_is_refused_by_name_and_the_weights_are_not(
 
 
 @pytest.mark.slow
-def test_a_damaged_scale_is_found_by_its_checksum(written, tmp_path):
-    run = tmp_path / "run" / written.recipe.tag
-    shutil.copytree(written.tag_folder, run)
+def test_a_damaged_scale_is_found_by_its_checksum(run, tmp_path):
     for rank in range(2):
         to_8bit(shard(run, rank), rank)
     scales = coded(1226, 256, 11)[1]

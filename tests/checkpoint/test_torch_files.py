@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import real_zero
 from tests.support.checkpoints import edit
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
@@ -36,18 +35,13 @@ def savable_dtypes():
 
 
 DTYPES = savable_dtypes()
+RECIPE = Recipe(stage=2, dp=2, groups=[{"w": (7, 5)}], frozen={"base": (6, 5)}, buffers={"mean": (5,)})
 #: dtypes that safetensors has no name for, or that its loader does not know
 NOT_IN_SAFETENSORS = {"complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"}
 
 
 def bits(tensor):
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    recipe = Recipe(stage=2, dp=2, groups=[{"w": (7, 5)}], frozen={"base": (6, 5)}, buffers={"mean": (5,)})
-    return real_zero.write(tmp_path_factory.mktemp("written"), recipe)
 
 
 def with_buffers(written, folder, buffers, frozen=()):

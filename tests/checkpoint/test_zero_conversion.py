@@ -6,8 +6,12 @@ The padding of every shard holds a sentinel (see ``real_zero``); it must not tur
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.support import forked, real_zero
+from tests.support import processes, real_zero
 from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import SENTINEL, Recipe
 from ullage import checkpoint
@@ -138,8 +142,6 @@ def test_safetensors_opens_in_the_real_library_and_casts_as_torch_does(tmp_path)
 
 def test_dcp_loads_into_fsdp2(tmp_path):
     """A real FSDP2 model and optimizer take the state up through ``dcp.load``; each tensor is the truth."""
-    import sys
-
     groups = [{"a.weight": (6, 4), "b.weight": (3, 6)}, {"a.bias": (6,), "b.bias": (3,)}]
     recipe = Recipe(stage=1, dp=3, groups=groups, weight_decay=[0.1, 0.0])
     truth = real_zero.write(tmp_path / "run", recipe)
@@ -147,42 +149,33 @@ def test_dcp_loads_into_fsdp2(tmp_path):
     assert checkpoint.verify(truth.folder, tmp_path / "dcp") == []
     wanted = {f"{n}/{k}": truth.tensor(n, k) for n in truth.shapes() for k in truth.keys}
     np.savez(tmp_path / "truth.npz", **wanted)
-    done = forked.run(
-        [sys.executable, "-c", _FSDP2, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    processes.values(processes.run(load_into_fsdp2, 1, str(tmp_path)))
 
 
-_FSDP2 = """
-import sys, numpy as np, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-folder = sys.argv[1]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
     def forward(self, x):
         return self.b(self.a(x))
-model = Model()
-fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-optimizer = torch.optim.AdamW([
-    {"params": [model.a.weight, model.b.weight], "weight_decay": 0.5},
-    {"params": [model.a.bias, model.b.bias], "weight_decay": 0.5}], lr=1.0)
-weights, state = get_state_dict(model, optimizer)
-held = {"model": weights, "optim": state}
-dcp.load(held, checkpoint_id=f"{folder}/dcp")
-set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
-truth = np.load(f"{folder}/truth.npz")
-for name, parameter in model.named_parameters():
-    assert np.array_equal(parameter.full_tensor().detach().numpy(), truth[f"{name}/fp32"]), name
-    for key in ("exp_avg", "exp_avg_sq"):
-        held = optimizer.state[parameter][key].full_tensor().numpy()
-        assert np.array_equal(held, truth[f"{name}/{key}"]), (name, key)
-    assert optimizer.state[parameter]["step"].item() == 7
-assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-assert optimizer.param_groups[0]["lr"] == 1e-3
-dist.destroy_process_group()
-"""
+
+
+def load_into_fsdp2(rank, world, folder):
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    groups = [[model.a.weight, model.b.weight], [model.a.bias, model.b.bias]]
+    optimizer = torch.optim.AdamW([{"params": group, "weight_decay": 0.5} for group in groups], lr=1.0)
+    weights, state = get_state_dict(model, optimizer)
+    held = {"model": weights, "optim": state}
+    dcp.load(held, checkpoint_id=f"{folder}/dcp")
+    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    truth = np.load(f"{folder}/truth.npz")
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.full_tensor().detach().numpy(), truth[f"{name}/fp32"]), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            found = optimizer.state[parameter][key].full_tensor().numpy()
+            assert np.array_equal(found, truth[f"{name}/{key}"]), (name, key)
+        assert optimizer.state[parameter]["step"].item() == 7
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["lr"] == 1e-3
