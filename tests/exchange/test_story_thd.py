@@ -60,23 +60,10 @@ def test_every_rank_that_holds_the_data_needs_no_group_at_all():
 
 
 def test_slicing_needs_no_broadcast_and_keeps_megatron_s_labels_as_they_are():
-    data = MockSamples(
-        {
-            "mode": "distribution",
-            "type": "lognormal",
-            "min_seq_len": 8,
-            "max_seq_len": 24,
-            "mean_seq_len": 16,
-            "lognormal_sigma": 1.0,
-        },
-        n=3,
-    )
-    [batch] = exchange(
-        ullage.plan(data.lengths, ranks=1, capacity=96, pad_to_multiple_of=8),
-        list(data),
-        Topology.single(),
-        Lengths(data.lengths, [3]),
-    )
+    config = {"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 24}
+    data = MockSamples({**config, "mean_seq_len": 16, "lognormal_sigma": 1.0}, n=3)
+    plan = ullage.plan(data.lengths, ranks=1, capacity=96, pad_to_multiple_of=8)
+    [batch] = exchange(plan, list(data), Topology.single(), Lengths(data.lengths, [3]))
     for rank in range(4):
         part = shard(batch, 4, rank)
         assert "shift_labels" not in part.batch

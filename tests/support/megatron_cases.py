@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from tests.support import megatron_today as today
 from tests.support.megatron_cpu import on_cpu
-from tests.support.megatron_samples import FIELDS, config, pack, sample
+from tests.support.megatron_samples import FIELDS, config, eight, pack, sample
 from tests.support.megatron_today import owns
 from tests.support.processes import raised
 from ullage.datasets import MockSamples
@@ -100,15 +100,7 @@ def bad_input(rank, world):
 def bad_batches(rank, world):
     """Faults of one rank in the per-microbatch call, at tp 2."""
     state.initialize_model_parallel(2)
-    row = {
-        "tokens": torch.arange(8),
-        "labels": torch.arange(8),
-        "loss_mask": torch.ones(8),
-        "position_ids": torch.arange(8),
-        "cu_seqlens": torch.tensor([0, 3, 7], dtype=torch.int32),
-        "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32),
-        "max_seqlen": torch.tensor([4], dtype=torch.int32),
-    }
+    row = eight()
     first = state.get_tensor_model_parallel_rank() == 0
 
     def batch(given, other=None):
@@ -130,20 +122,9 @@ def bad_batches(rank, world):
 
 
 def mock():
-    return MockSamples(
-        {
-            "mode": "distribution",
-            "type": "lognormal",
-            "min_seq_len": 1,
-            "max_seq_len": 30,
-            "mean_seq_len": 12,
-            "lognormal_sigma": 0.8,
-        },
-        n=12,
-        seed=5,
-        vocab_size=900,
-        pad_to_multiple_of=16,
-    )
+    config = {"mode": "distribution", "type": "lognormal", "min_seq_len": 1, "max_seq_len": 30}
+    config |= {"mean_seq_len": 12, "lognormal_sigma": 0.8}
+    return MockSamples(config, n=12, seed=5, vocab_size=900, pad_to_multiple_of=16)
 
 
 def layouts(rank, world, tp, pp, cp, vpp, form):

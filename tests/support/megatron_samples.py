@@ -42,3 +42,11 @@ def pack(samples):
         "cu_seqlens": torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)[None],
         "cu_seqlens_padded": torch.tensor(slots, dtype=torch.int32).cumsum(0, dtype=torch.int32)[None],
     }
+
+
+def eight():
+    """A row of eight places with two sequences, as another iterator gives it."""
+    fields = {name: torch.arange(8) for name in ("tokens", "labels", "position_ids")}
+    ends = {"cu_seqlens": [0, 3, 7], "cu_seqlens_padded": [0, 4, 8], "max_seqlen": [4]}
+    ends = {name: torch.tensor(value, dtype=torch.int32) for name, value in ends.items()}
+    return {**fields, "loss_mask": torch.ones(8), **ends}

@@ -3,7 +3,7 @@
 import torch
 from megatron.core import parallel_state as state
 
-from tests.support.megatron_samples import config, pack, sample
+from tests.support.megatron_samples import config, eight, pack, sample
 from tests.support.processes import raised
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -83,14 +83,7 @@ def degrees():
     """Microbatches of an iterator that is not ours, with a degree each: at tp 2 · cp 2, and with Megatron's groups."""
 
     def row(degree):
-        fields = {name: torch.arange(8) for name in ("tokens", "labels", "position_ids")}
-        return fields | {
-            "loss_mask": torch.ones(8),
-            "cu_seqlens": torch.tensor([0, 3, 7], dtype=torch.int32),
-            "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32),
-            "max_seqlen": torch.tensor([4], dtype=torch.int32),
-            "local_cp_size": torch.as_tensor(degree, dtype=torch.int32),
-        }
+        return eight() | {"local_cp_size": torch.as_tensor(degree, dtype=torch.int32)}
 
     state.initialize_model_parallel(2, context_parallel_size=2)
     first = state.get_tensor_model_parallel_rank() == 0
