@@ -12,8 +12,8 @@ from typing import TypeVar
 
 _Value = TypeVar("_Value")
 
-#: The most tokens that a capacity may have: sums over millions of such rows are still integers of 64 bits.
-MOST_TOKENS = 1 << 40
+#: The most tokens that a capacity may have: an integer of 64 bits, which some give for none.
+MOST_TOKENS = (1 << 63) - 1
 
 
 class UllageError(Exception):
