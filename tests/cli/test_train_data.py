@@ -64,10 +64,10 @@ def test_a_dry_run_tells_what_a_run_would_be_and_writes_nothing(tmp_path, monkey
     assert files(tmp_path) == before
     train, held_out = found["data"]["train"], found["data"]["eval"]
     assert train["sequences"] + held_out["sequences"] == 60
-    # The letters and the end of a turn are trained on: <|im_end|> and a line's end.
-    letters = sum(1 + i % 5 + len("<|im_end|>\n") for i in range(60))
+    # The letters and the end of a turn are trained on: <|im_end|>, which is one token, and a line's end.
+    letters = sum(1 + i % 5 + 2 for i in range(60))
     assert train["labels"] + held_out["labels"] == letters
-    marks = 2 * len("<|im_start|>" + "\n" + "<|im_end|>\n") + len("user" + "assistant")
+    marks = 2 * (1 + len("\n") + 1 + len("\n")) + len("user" + "assistant")
     lengths = sorted(marks + i % 9 + 1 + i % 5 for i in range(60))
     assert train["tokens"] + held_out["tokens"] == sum(lengths)
     assert min(train["shortest"], held_out["shortest"]) == lengths[0]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ullage.core.errors import InputError
 from ullage.datasets import byte_tokenizer
-from ullage.datasets.chats import TEMPLATES, chats_of, tokenize_chats, use_template
+from ullage.datasets.chats import MARKS, TEMPLATES, chats_of, tokenize_chats, use_end_token, use_template
 from ullage.datasets.text import TokenDataset
 
 datasets.disable_progress_bars()
@@ -249,3 +249,40 @@ def test_labels_of_token_ids_are_kept_and_checked(tmp_path):
         tokenize([{"input_ids": [1, 2], "labels": [1, 9]}], None).require_vocabulary(9)
     with pytest.raises(InputError, match=r"labels and tokens disagree \(sample 0\): expected 2 labels, found 1"):
         tokenize([{"input_ids": [1, 2], "labels": [1]}], None)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN, MARKED.replace("</s>", " </s>\n")])
+def test_the_end_token_is_what_ends_a_turn(template):
+    given = tokenizer(template)
+    given.eos_token = "<s>"
+    assert use_end_token(given) == given.eos_token == "</s>"
+    assert use_end_token(given, "<u>") == given.eos_token == "<u>"
+    assert len(given) == len(tokenizer())
+
+
+def test_the_marks_of_a_template_by_name_are_tokens_of_any_tokenizer():
+    for given in (byte_tokenizer(), tokenizer()):
+        before = len(given)
+        use_template(given, "chatml")
+        # Not where a model knows the tokens that there are.
+        assert use_end_token(given, may_grow=False) is None
+        assert len(given) == before
+        assert use_end_token(given) == given.eos_token == "<|im_end|>"
+        assert use_end_token(given) == "<|im_end|>"
+        assert len(given) == before + 2
+        first, last = given.convert_tokens_to_ids(list(MARKS["chatml"]))
+        [sample] = pairs(ours(CHATS[:1], given))
+        assert (sample[0].count(first), sample[0].count(last), last) == (2, 2, given.eos_token_id)
+        assert "<|im" not in given.decode(sample[0], skip_special_tokens=True)
+
+
+def test_an_end_token_is_one_of_the_vocabulary_or_what_the_template_writes():
+    given = tokenizer(PLAIN.replace("</s>", "<end>\n"))
+    assert use_end_token(given) is None
+    assert given.eos_token == "</s>"
+    with pytest.raises(InputError, match=r"not in the vocabulary .*\(</S>\).*turns that end in '<end>'.*mean </s>\?"):
+        use_end_token(given, "</S>")
+    assert use_end_token(given, "<end>") == given.eos_token == "<end>"
+    assert use_end_token(tokenizer(), "<u>") == "<u>"
+    assert use_end_token(tokenizer()) is None
+    assert use_end_token(tokenizer("{{ raise_exception('no') }}")) is None

@@ -38,6 +38,22 @@ def texts(folder: Path, number: int = 60) -> Path:
     return jsonl(folder / "texts.jsonl", ({"text": f"{i} " + "abc " * (i % 20), "number": i} for i in range(number)))
 
 
+def base_model(folder: Path, *marks: str, hidden_size: int = 16) -> Path:
+    """A tiny llama with weights and a tokenizer of letters, whose end token is ``<eos>``; ``marks``: tokens beside it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<eos>", *marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    own = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    own.add_special_tokens(["<eos>", *marks])
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), eos_token_id=0, bos_token_id=None, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def history(run: Path) -> list[dict[str, Any]]:
     """What the Trainer logged, of a run's last checkpoint or of a checkpoint."""
     folder = run if run.name.startswith("checkpoint-") else checkpoints_in(run)[-1]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ullage.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ullage.datasets.chats import tokenize_chats as tokenize_chats, use_template as use_template
+    from ullage.datasets.chats import tokenize_chats as tokenize_chats
+    from ullage.datasets.chats import use_end_token as use_end_token, use_template as use_template
     from ullage.datasets.lengths import (
         CAPACITIES as CAPACITIES,
         WORKLOADS as WORKLOADS,
@@ -31,7 +32,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
         {
-            "chats": ["tokenize_chats", "use_template"],
+            "chats": ["tokenize_chats", "use_end_token", "use_template"],
             "lengths": ["CAPACITIES", "WORKLOADS", "MockSamples", "mock_lengths"],
             "packing": ["PackReport", "pack_dataset", "pack_file"],
             "tables": ["read_table"],

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,11 @@ TEMPLATES = {
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
 }
+
+#: The tokens of these templates that begin and end a turn.
+MARKS = {"chatml": ("<|im_start|>", "<|im_end|>")}
+#: What the assistant says where a template is asked how it ends a turn.
+_SAID = "ZyX"
 
 Row = Mapping[str, Any]
 
@@ -129,6 +135,68 @@ def use_template(tokenizer: Any, template: str) -> None:
         )
 
 
+def are_messages(rows: Sequence[Row]) -> bool:
+    """Whether rows hold messages, for a chat template, and not prompts and completions that are texts."""
+    return not isinstance(rows[0].get(PROMPT), str)
+
+
+def turn_end(tokenizer: Any) -> str | None:
+    """The text that the chat template writes behind what the assistant says last; ``None`` where it writes no chat."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID}]
+    try:
+        # As a batch of one: a chat without a turn is refused by itself.
+        text = tokenizer.apply_chat_template([chat], tokenize=False)[0]
+    except Exception:  # a template raises whatever it likes, and may want other messages
+        return None
+    _, found, after = text.rpartition(_SAID)
+    return after.strip() if found else None
+
+
+def use_end_token(tokenizer: Any, token: str | None = None, *, may_grow: bool = True) -> str | None:
+    """Make ``token`` the end token, or else the one that ends the turns of the chat template; returns it.
+
+    A model that is trained on chats has to end with what ends its turns, or it talks to itself. The marks of a
+    template of :data:`TEMPLATES` are added to a vocabulary that lacks them, and ``token`` where turns end with it; the
+    embeddings of a model have to follow (``model.resize_token_embeddings(len(tokenizer))``).
+
+    Args:
+        tokenizer: with a chat template, or with ``token`` in its vocabulary.
+        token: the end token; by default that of the template.
+        may_grow: whether tokens may be added. Not where a model has been trained with this tokenizer.
+
+    Returns ``None`` where the turns end in no token, so that the end token stays. Raises ``InputError`` for a ``token``
+    that is not there.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    name = next((name for name, text in TEMPLATES.items() if text == template), None)
+    after = turn_end(tokenizer) if template is not None else None
+    new = list(MARKS[name]) if name is not None else []
+    if token is not None and after is not None and after.startswith(token):
+        new.append(token)
+    known = tokenizer.get_vocab()
+    new = [mark for mark in dict.fromkeys(new) if mark not in known]
+    if new and may_grow:
+        tokenizer.add_tokens(new, special_tokens=True)
+        # The byte tokenizer reads every mark as bytes, unless it is told not to.
+        tokenizer.split_special_tokens = False
+        known = tokenizer.get_vocab()
+    if token is not None and token not in known:
+        near = get_close_matches(token, [*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens], n=1)
+        raise InputError(
+            "the end token is not in the vocabulary of the tokenizer",
+            where=token,
+            expected=f"a token of {len(tokenizer):,}, or what ends a turn of the chat template",
+            found=None if after is None else f"turns that end in {after[:20]!r}",
+            hint=f"did you mean {near[0]}?" if near else None,
+        )
+    if token is None:
+        marks = sorted({*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}, key=len, reverse=True)
+        token = next((mark for mark in marks if after and after.startswith(mark)), None)
+    if token is not None and token != tokenizer.eos_token:
+        tokenizer.eos_token = token
+    return token
+
+
 @dataclass(frozen=True)
 class ChatLoss:
     """Which tokens of a chat are trained on.
@@ -200,7 +268,7 @@ def tokenize_chats(
 
 def require_template(rows: Sequence[Row], tokenizer: Any) -> None:
     """Raise ``InputError`` where rows of messages meet a tokenizer without a chat template."""
-    if not isinstance(rows[0].get(PROMPT), str) and getattr(tokenizer, "chat_template", None) is None:
+    if are_messages(rows) and getattr(tokenizer, "chat_template", None) is None:
         raise InputError(
             "the tokenizer has no chat template",
             expected="one, for rows of messages",

@@ -21,10 +21,13 @@ from ullage.datasets.chats import (
     COMPLETION,
     PROMPT,
     ChatLoss,
+    are_messages,
     chat_column,
     chats_of,
     require_template,
     tokenize_chats,
+    turn_end,
+    use_end_token,
     use_template,
 )
 from ullage.datasets.tables import ENDINGS, read_table
@@ -51,6 +54,11 @@ class TakenSamples:
     name: str
     numbers: Sequence[int] | None = None
 
+    @property
+    def talks(self) -> bool:
+        """Whether a chat template writes these samples."""
+        return self.kind != "texts" and len(self.rows) > 0 and are_messages(self.rows)
+
 
 def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, TakenSamples]:
     """The samples to train on and those to evaluate on, which may be none, as they are read.
@@ -74,8 +82,14 @@ def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, Taken
     return training, held_out
 
 
-def require_tokenizable(samples: Sequence[TakenSamples], command: TrainCommand, tokenizer: Any) -> None:
-    """Give the tokenizer its chat template. Raises ``InputError`` where it lacks one that the samples need."""
+def require_tokenizable(
+    samples: Sequence[TakenSamples], command: TrainCommand, tokenizer: Any, say: Voice, *, may_grow: bool
+) -> None:
+    """Give the tokenizer its chat template and the token that ends its turns, and say which that is.
+
+    ``may_grow``: whether the vocabulary may. Raises ``InputError`` where it lacks a template that the samples need, and
+    for an ``--eos_token`` that is no token.
+    """
     if command.data.chat_template is not None:
         use_template(tokenizer, command.data.chat_template)
     for part in samples:
@@ -84,6 +98,23 @@ def require_tokenizable(samples: Sequence[TakenSamples], command: TrainCommand, 
                 require_template(part.rows, tokenizer)
             except InputError as error:
                 raise error.at(part.name) from error
+    own, are_chats = tokenizer.eos_token, samples[0].talks
+    if command.data.eos_token is not None or are_chats:
+        token = use_end_token(tokenizer, command.data.eos_token, may_grow=may_grow)
+        if token is None:
+            say(_endless(tokenizer))
+        elif token != own:
+            say(f"an answer ends with {token}, the end token of this run (--eos_token takes another)")
+
+
+def _endless(tokenizer: Any) -> str:
+    after = (turn_end(tokenizer) or "").split("\n")[0]
+    if not after:
+        return "the chat template writes nothing behind an answer, so that generation will not end by itself"
+    return (
+        f"the chat template ends an answer with {after[:40]!r}, no token of this tokenizer, so that generation will "
+        "not end by itself; --eos_token makes it one"
+    )
 
 
 def datasets_of(

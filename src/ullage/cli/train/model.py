@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.integrations import deepspeed as integration
 
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
 from ullage.core.errors import InputError, listed
+from ullage.datasets.chats import MARKS
 from ullage.datasets.text import byte_tokenizer
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
@@ -198,9 +199,12 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     arguments, found = command.model, chosen.model
     if checkpoint is not None:
         model = _new(_config_from(checkpoint, arguments), arguments)
+        with contextlib.suppress(OSError, ValueError):  # it may have ends of its own, and how it samples
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
     elif found is not None and _has_weights(found):
         _refuse_dropout(arguments)
         model = load_pretrained(found, arguments, say)
+        _hold(model, chosen.tokenizer, say)
     else:
         config = _config(arguments, chosen)
         model = _drawn(lambda: _new(config, arguments))
@@ -233,6 +237,20 @@ def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str]
     if not adapter:
         _judge(folder, model, info, allowed=arguments.allow_missing_weights, say=say)
     return model
+
+
+def _hold(model: Any, tokenizer: Any, say: Callable[[str], Any]) -> None:
+    """Make room for tokens that the tokenizer was given: those that begin and end a turn. Collective under ZeRO 3.
+
+    Ids that a vocabulary of other words leaves out are refused later, with the sample that has them.
+    """
+    rows, ids = model.get_input_embeddings().weight, [tokenizer.eos_token_id]
+    ids += [tokenizer.convert_tokens_to_ids(mark) for marks in MARKS.values() for mark in marks]
+    number = getattr(rows, "ds_shape", rows.shape)[0]
+    known = {*tokenizer.get_added_vocab().values()}
+    if any(each in known and number <= each < len(tokenizer) for each in ids):
+        model.resize_token_embeddings(len(tokenizer))
+        say(f"{len(tokenizer) - number} tokens are new to the model, which start from the mean of the others")
 
 
 def _judge(folder: Path, model: Any, info: dict[str, Any], *, allowed: bool, say: Callable[[str], Any]) -> None:

@@ -57,6 +57,12 @@ class DataArguments:
         "a file with the template that makes text of chats, or chatml; without it the tokenizer's own",
         metavar="FILE",
     )
+    eos_token: str | None = _option(
+        None,
+        "the token that ends a text or an answer; without it what ends a turn of the chat template, or the"
+        " tokenizer's own",
+        metavar="TOKEN",
+    )
     completion_only_loss: bool | None = _option(
         None,
         "train on completions alone, not on prompts; without it, yes where there are prompts",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from ullage.core.errors import UllageError
 from ullage.report.run import read_run
 
 if TYPE_CHECKING:
+    from ullage.cli.train.data import TakenSamples
     from ullage.cli.train.progress import Progress
     from ullage.training import Trainer
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 _DOCSTRINGS = "Return the "
 #: How much of a sample begins the text: words, or letters of a script without spaces.
 _WORDS, _LETTERS = 3, 40
+#: Letters of a message that an answer is asked for, at most.
+_ASKED = 200
 #: Tokens of a sample that are looked at.
 _LOOKED_AT = 64
 _NEW_TOKENS = 80
@@ -87,30 +93,56 @@ def save_and_summarize(command: TrainCommand, trainer: Trainer, progress: Progre
 # The script
 
 
-def sample_of(command: TrainCommand, tokenizer: Any, training: Any, held_out: Any) -> str:
-    """The first words of a held-out sample, as this tokenizer writes them."""
+def sample_of(
+    command: TrainCommand, samples: Sequence[TakenSamples], tokenizer: Any, training: Any, held_out: Any
+) -> str | list[dict[str, str]]:
+    """The first words of a held-out sample, as this tokenizer writes them; of chats, what is said before an answer."""
     if command.data.data is None:
         return _DOCSTRINGS
+    part = samples[0] if held_out is None else samples[1]
+    if part.talks and (asked := _asked(part.rows[0])):
+        return asked
     ids = (training if held_out is None else held_out)[0]["input_ids"][:_LOOKED_AT]
     # The last token may be a part of a letter.
     text = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd").strip()
     return " ".join(text.split(" ")[:_WORDS])[:_LETTERS]
 
 
-def script_of(command: TrainCommand, model: Any, sample: str) -> str:
-    """A script that loads the model of a finished run and prints what it writes after ``sample``."""
+def _asked(row: Any) -> list[dict[str, str]]:
+    """The messages of a chat before the first answer, long ones cut; [] where they are not texts."""
+    messages = row.get("prompt") or row["messages"]
+    before = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+    if not all(isinstance(message.get("content"), str) for message in before):
+        return []
+    return [
+        {"role": message["role"], "content": textwrap.shorten(message["content"], _ASKED, placeholder=" ...")}
+        if len(message["content"]) > _ASKED
+        else {"role": message["role"], "content": message["content"]}
+        for message in before
+    ]
+
+
+def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, str]]) -> str:
+    """A script that loads the model of a finished run and prints what it writes after ``sample``, or answers to it."""
     folder = str(command.training.output_dir)
     # Ours are registered with the Auto classes by their package; those of transformers need none of it.
     own = "import ullage.models\n" if type(model.config).__module__.startswith("ullage.") else ""
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
     # A table of positions ends; a text has at most as many tokens as bytes.
-    limit = max_positions(model)
-    new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - len(sample.encode())))
+    limit, said = max_positions(model), sample if isinstance(sample, str) else str(sample)
+    new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - len(said.encode())))
+    if isinstance(sample, str):
+        prompt = f'prompt = tokenizer({sample!r}, add_special_tokens=False, return_tensors="pt")'
+        how, begin = ", do_sample=True, temperature=0.6", ""
+    else:
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        prompt = f"chat = {sample!r}\nprompt = tokenizer.apply_chat_template(chat, {options})"
+        how, begin = "", ', prompt["input_ids"].shape[1] :'
     return f"""\
 {own}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained({folder!r}{code})
 tokenizer = AutoTokenizer.from_pretrained({folder!r}{code})
-prompt = tokenizer({sample!r}, add_special_tokens=False, return_tensors="pt")
-written = model.generate(**prompt, max_new_tokens={new}, do_sample=True, temperature=0.6)
-print(tokenizer.decode(written[0], skip_special_tokens=True))"""
+{prompt}
+written = model.generate(**prompt, max_new_tokens={new}{how})
+print(tokenizer.decode(written[0{begin}], skip_special_tokens=True))"""

@@ -109,7 +109,7 @@ def _run(argv: list[str], first: bool) -> None:
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     # Of the model as it is now: an engine may put layers of its own into it.
-    code = script_of(command, model, sample_of(command, tokenizer, training, held_out))
+    code = script_of(command, model, sample_of(command, samples, tokenizer, training, held_out))
     with no_empty_folder(command), _readable(command):
         # Before anything is written: a trainer refuses what it cannot do with this model.
         trainer, progress = make_trainer(first=first)
@@ -137,7 +137,7 @@ def _model_of(
     from ullage.cli.train.model import choose, load_model
 
     chosen = choose(command, checkpoint, say)
-    require_tokenizable(samples, command, chosen.tokenizer)
+    require_tokenizable(samples, command, chosen.tokenizer, say, may_grow=checkpoint is None)
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     return chosen.tokenizer, load_model(command, chosen, checkpoint, say)
 
