@@ -22,6 +22,7 @@ from transformers import HfArgumentParser
 from ullage.cli.train.folder import taken_over
 from ullage.cli.train.process import message_of
 from ullage.cli.train.settings import (
+    AdapterArguments,
     DataArguments,
     ModelArguments,
     OutputArguments,
@@ -33,7 +34,15 @@ from ullage.core.errors import InputError, UsageError
 from ullage.training import TrainingArguments
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
-KINDS = (DataArguments, ModelArguments, OutputArguments, RunArguments, ParallelArguments, TrainingArguments)
+KINDS = (
+    DataArguments,
+    ModelArguments,
+    OutputArguments,
+    RunArguments,
+    ParallelArguments,
+    AdapterArguments,
+    TrainingArguments,
+)
 
 #: Where we differ from Trainer's own defaults.
 DEFAULTS: dict[str, Any] = {
@@ -69,7 +78,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
     try:
-        *parts, unknown = parser.parse_args_into_dataclasses(
+        *parts, _, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
     except InputError as error:
@@ -82,11 +91,11 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         name = unknown[0].partition("=")[0]
         hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"
         raise UsageError(f"unknown argument {name}", hint=hint)
-    metric = parts[5].metric_for_best_model
+    metric = parts[-1].metric_for_best_model
     if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
         where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"
         raise UsageError("this run has no such metric", where=where, expected="loss", found=metric, hint=hint)
-    return TrainCommand(*parts[:6], given=frozenset(given))
+    return TrainCommand(*parts, given=frozenset(given))
 
 
 def _resumed(parser: Parser, given: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
-from ullage.cli.train.settings import TrainCommand
+from ullage.cli.train.settings import AdapterArguments, TrainCommand
 from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError
 from ullage.core.replacing import replacing
 from ullage.ranks.world import agreement, is_first_of_machine
@@ -79,6 +79,8 @@ _KEPT = (
     "per_device_eval_batch_size",
     "empty_step",
 )
+#: What the checkpoint's files decide, so that another value would mean nothing.
+_OF_THE_MODEL = ("model", "dropout", *AdapterArguments.__dataclass_fields__)
 _ALLOWED = ("allow_missing_weights", "allow_pickle_weights", "trust_remote_code")
 _LAST = ("true", "last")
 
@@ -279,8 +281,8 @@ def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ..
     record = read_record(checkpoint.parent)
     if record is not None:
         changed = _changed(record, command)
-        model = [each for each in changed if each.split()[0] in ("model", "dropout")]
-        if model:  # the checkpoint's config decides, so that these would mean nothing
+        model = [each for each in changed if each.split()[0] in _OF_THE_MODEL]
+        if model:
             raise CheckpointError(
                 "the checkpoint holds another model",
                 where=str(checkpoint),
@@ -365,6 +367,8 @@ def deciding_settings(command: TrainCommand) -> dict[str, Any]:
     # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
     training["world_size"] = command.parallel.data_ranks(command.training.world_size)
     settings = {**asdict(command.data), **asdict(command.model), **training}
+    if command.adapter.use_peft:
+        settings |= asdict(command.adapter)
     # What a call allows, it allows for itself: it decides no numbers, and a record is no place to grant it from.
     for name in _ALLOWED:
         del settings[name]

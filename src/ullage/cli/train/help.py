@@ -22,6 +22,7 @@ Without arguments: a small LSTM on the docstrings of this Python's standard libr
 
   ullage train --output_dir runs/first
   ullage train --data texts.jsonl --text_column body --model gru-512x2
+  ullage train --data chats.jsonl --model ORG/NAME --use_peft --packing_capacity 8192
   ullage train --config run.yaml --learning_rate 1e-3
   ullage train --output_dir runs/first --resume_from_checkpoint
   torchrun --nproc_per_node 2 -m ullage train --packing_capacity 8192 --zero 2
@@ -62,6 +63,7 @@ FIRST = {
         "report_to",
         "config",
     ),
+    "LoRA": ("use_peft",),
     "Several processes": ("zero", "dp", "cp", "tp"),
 }
 #: The sections of what the dataclasses of ``settings`` hold beside those.
@@ -71,6 +73,7 @@ _SECTIONS = {
     "OutputArguments": "Output",
     "RunArguments": "Training",
     "ParallelArguments": "Several processes",
+    "AdapterArguments": "LoRA",
 }
 #: What stands for the value of arguments of which the type says little.
 _METAVARS = {"model": "MODEL", "output_dir": "FOLDER", "packing_capacity": "TOKENS", "report_to": "NAMES"}

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.integrations import deepspeed as integration
 
 from ullage.cli.train.limits import require_causal
+from ullage.cli.train.lora import ADAPTER, adapted, quantized
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
 from ullage.core.errors import InputError, listed
@@ -54,10 +55,12 @@ class Chosen:
     """What the names of a call mean.
 
     ``model``: the folder or config; None for a new model by name, and where a checkpoint says everything.
+    ``added``: the ids of tokens that this call gives to the tokenizer.
     """
 
     model: Path | None
     tokenizer: Any
+    added: Sequence[int] = ()
 
 
 # Names
@@ -139,11 +142,12 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
     model, name, code = None, command.model.model, command.model.trust_remote_code
     # A checkpoint has the config and the weights, and from most trainers the tokenizer.
     whole = checkpoint is not None and (_has_tokenizer(checkpoint) or command.data.tokenizer is not None)
+    whole = whole and not command.adapter.use_peft  # of an adapter the checkpoint has no more than that
     if not whole and not _is_new(name):
         weights = ["model*.safetensors"] + ["pytorch_model*.bin"] * command.model.allow_pickle_weights
         model = find_or_fetch(command, "model", name, "model", [*_TEXTS, *weights, *["*.py"] * code])
         say(f"model: {name_with_revision(command, 'model', name)}")
-        if not (model / "adapter_config.json").is_file():
+        if not (model / ADAPTER).is_file():
             _config_from(model, command.model)  # before the tokenizer's reader speaks of it
     tokenizer, note = _tokenizer(command, model, checkpoint)
     say(f"tokenizer: {note}")
@@ -197,7 +201,11 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     holds no model or lacks weights of it, and for a model that attends in both directions.
     """
     arguments, found = command.model, chosen.model
-    if checkpoint is not None:
+    if command.adapter.use_peft:
+        base = _base(command, chosen, say)
+        assert found is not None
+        model = adapted(command, base, found, checkpoint, chosen.added, say)
+    elif checkpoint is not None:
         model = _new(_config_from(checkpoint, arguments), arguments)
         with contextlib.suppress(OSError, ValueError):  # it may have ends of its own, and how it samples
             model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
@@ -208,18 +216,41 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
     else:
         config = _config(arguments, chosen)
         model = _drawn(lambda: _new(config, arguments))
+    if not command.adapter.use_peft:  # which has looked already
+        require_causal(model)
+    return model
+
+
+def _base(command: TrainCommand, chosen: Chosen, say: Callable[[str], Any]) -> Any:
+    """The model that an adapter is trained of."""
+    found = chosen.model
+    is_adapter = found is not None and (found / ADAPTER).is_file()
+    if found is None or is_adapter or not _has_weights(found):
+        raise InputError(
+            "an adapter belongs to a model that is there",
+            where=f"--model {command.model.model}",
+            expected="a folder or a name of the hub with its weights",
+            found="a new model" if found is None else "an adapter" if is_adapter else "a config",
+            hint="merge the adapter into its model first"
+            if found is not None and (found / ADAPTER).is_file()
+            else None,
+        )
+    _refuse_dropout(command.model)
+    model = load_pretrained(found, command.model, say, **quantized(command))
+    _hold(model, chosen.tokenizer, say)
     require_causal(model)
     return model
 
 
-def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str], Any]) -> Any:
+def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str], Any], **options: Any) -> Any:
     """The causal language model in ``folder``, with its weights.
 
     A head that was not saved, because the folder is another kind of model's, starts new, and a line says so; so do
     other missing weights where ``--allow_missing_weights`` asks for it. Weights that nobody reads are named too.
-    Raises ``InputError`` for missing weights, for those of another size, and for pickled ones that were not asked for.
+    ``options``: of ``from_pretrained``. Raises ``InputError`` for missing weights, for those of another size, and for
+    pickled ones that were not asked for.
     """
-    adapter = (folder / "adapter_config.json").is_file()
+    adapter = (folder / ADAPTER).is_file()
     if not adapter:
         _require_decoder(_config_from(folder, arguments), str(folder))
     pickled = not arguments.allow_pickle_weights and any(folder.glob("pytorch_model*.bin"))
@@ -232,6 +263,7 @@ def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str]
             use_safetensors=None if arguments.allow_pickle_weights else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told below, all of them
+            **options,
         )
     model, info = loaded
     if not adapter:
@@ -248,6 +280,7 @@ def _hold(model: Any, tokenizer: Any, say: Callable[[str], Any]) -> None:
     ids += [tokenizer.convert_tokens_to_ids(mark) for marks in MARKS.values() for mark in marks]
     number = getattr(rows, "ds_shape", rows.shape)[0]
     known = {*tokenizer.get_added_vocab().values()}
+    # Where a run of an adapter continues, its tokenizer has them and the model on the disk has not.
     if any(each in known and number <= each < len(tokenizer) for each in ids):
         model.resize_token_embeddings(len(tokenizer))
         say(f"{len(tokenizer) - number} tokens are new to the model, which start from the mean of the others")

@@ -111,6 +111,39 @@ class ModelArguments:
 
 
 @dataclass
+class AdapterArguments:
+    """The adapter to train in the place of the model: names and defaults are those of TRL's ``ModelConfig``."""
+
+    use_peft: bool = _option(False, "train a LoRA adapter of --model, whose weights stay as they are; needs peft")
+    lora_r: int = _option(16, "rank of the adapter")
+    lora_alpha: int = _option(32, "scale of the adapter: what it adds is times lora_alpha / lora_r")
+    lora_dropout: float = _option(0.05, "dropout in front of the adapter")
+    lora_target_modules: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "the layers that are adapted, or all-linear; without it those that peft names for this type of model, of a"
+        " recurrent one all weight matrices of its cells",
+        metavar="NAME",
+    )
+    lora_target_parameters: list[str] | None = _option(None, "parameters that are adapted by name", metavar="NAME")  # noqa: RUF009
+    lora_modules_to_save: list[str] | None = _option(None, "layers that are trained whole", metavar="NAME")  # noqa: RUF009
+    use_rslora: bool = _option(False, "scale by lora_alpha / √lora_r instead")
+    use_dora: bool = _option(False, "train the magnitude of the weights apart from their direction (DoRA)")
+    load_in_8bit: bool = _option(False, "hold the model's own weights in 8 bits; needs bitsandbytes")
+    load_in_4bit: bool = _option(False, "hold the model's own weights in 4 bits (QLoRA); needs bitsandbytes")
+    bnb_4bit_quant_type: str = _option("nf4", "the kind of these 4 bits", choices=["fp4", "nf4"])
+    use_bnb_nested_quant: bool = _option(False, "quantize the scales of the 4 bits too")
+
+    def __post_init__(self) -> None:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise InputError("two widths for the model's weights", where="--load_in_8bit and --load_in_4bit")
+        if self.lora_r < 1:
+            raise _out_of_range("lora_r", "at least 1", self.lora_r)
+        if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
+            # A single one is a word such as all-linear, or a pattern, as in TRL.
+            self.lora_target_modules = self.lora_target_modules[0]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass
 class OutputArguments:
     """The files to write, and those to overwrite."""
 
@@ -181,6 +214,7 @@ class TrainCommand:
     output: OutputArguments
     run: RunArguments
     parallel: ParallelArguments
+    adapter: AdapterArguments
     training: TrainingArguments
     given: frozenset[str]
     revisions: dict[str, str] = field(default_factory=dict)

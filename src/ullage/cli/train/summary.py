@@ -131,17 +131,23 @@ def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, st
     # A table of positions ends; a text has at most as many tokens as bytes.
     limit, said = max_positions(model), sample if isinstance(sample, str) else str(sample)
     new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - len(said.encode())))
+    kind, library = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if command.adapter.use_peft:
+        kind = "AutoPeftModelForCausalLM"
+        library = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
     if isinstance(sample, str):
         prompt = f'prompt = tokenizer({sample!r}, add_special_tokens=False, return_tensors="pt")'
         how, begin = ", do_sample=True, temperature=0.6", ""
     else:
         options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
         prompt = f"chat = {sample!r}\nprompt = tokenizer.apply_chat_template(chat, {options})"
-        how, begin = "", ', prompt["input_ids"].shape[1] :'
+        # The config beside an adapter is that of its model, whose end token may be another.
+        how = ", eos_token_id=tokenizer.eos_token_id" if command.adapter.use_peft else ""
+        begin = ', prompt["input_ids"].shape[1] :'
     return f"""\
-{own}from transformers import AutoModelForCausalLM, AutoTokenizer
+{own}{library}
 
-model = AutoModelForCausalLM.from_pretrained({folder!r}{code})
+model = {kind}.from_pretrained({folder!r}{code})
 tokenizer = AutoTokenizer.from_pretrained({folder!r}{code})
 {prompt}
 written = model.generate(**prompt, max_new_tokens={new}{how})

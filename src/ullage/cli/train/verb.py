@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,12 +73,14 @@ def _run(argv: list[str], first: bool) -> None:
         write_record,
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
+    from ullage.cli.train.lora import require_possible
     from ullage.cli.train.progress import leave_page
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
     from ullage.training.step.metering import num_parameters
 
     command = parse(argv)
+    require_possible(command)
     say = Voice(first, command.output.json)
     situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
     if situation.summary is not None:
@@ -100,7 +103,8 @@ def _run(argv: list[str], first: bool) -> None:
             dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
     for note in notes_on_lengths(command, model, training, held_out):
         say(note)
-    say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
+    if not command.adapter.use_peft:
+        say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
     make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
     if command.run.dry_run:
         told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
@@ -137,7 +141,9 @@ def _model_of(
     from ullage.cli.train.model import choose, load_model
 
     chosen = choose(command, checkpoint, say)
+    known = len(chosen.tokenizer)
     require_tokenizable(samples, command, chosen.tokenizer, say, may_grow=checkpoint is None)
+    chosen = replace(chosen, added=range(known, len(chosen.tokenizer)))
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
     return chosen.tokenizer, load_model(command, chosen, checkpoint, say)
 
