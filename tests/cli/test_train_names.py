@@ -12,9 +12,11 @@ import pytest
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, hub_of, put_in_cache
+from tests.support.train_verb import texts, train
 from ullage.cli.train import model
+from ullage.cli.train.arguments import SHORT, parse
 from ullage.cli.train.model import find_or_fetch, name_with_revision
-from ullage.core.errors import InputError
+from ullage.core.errors import InputError, UsageError
 from ullage.models.cells import CELLS, Cell
 
 MODEL = {
@@ -114,3 +116,58 @@ def test_a_cell_of_any_registered_name_is_a_new_model(tmp_path, monkeypatch):
     monkeypatch.setitem(CELLS, "lru_2", Cell)
     names = ("lru_2", "lru_2-64", "lru_2-64x1", "gru-8x2", "llama", "lru_3", "2lru", "gru-x2")
     assert [model._is_new(name) for name in names] == [True] * 5 + [False] * 3
+
+
+#: Arguments with a slip of the fingers, and what was meant.
+SLIPS = [
+    ("--data text.jsnl", "no such data file here (text.jsnl). Did you mean texts.jsonl?"),
+    ("--data texs.jsonl", "no such data file here (texs.jsonl). Did you mean texts.jsonl?"),
+    ("--data nowhere.jsnl", "an unknown ending"),
+    ("--data wrds", "no such dataset here (wrds). Did you mean words? wrds@main is the one of the hub"),
+    ("--model lama-64x2", "no such model here (lama-64x2). Did you mean llama-64x2? lama-64x2@main is the one of the"),
+    ("--model llama-64x2x9", "no such model here (llama-64x2x9). Did you mean llama-64x2?"),
+    ("--model lsmt", "no such model here (lsmt). Did you mean lstm?"),
+    ("--model bas", "no such model here (bas). Did you mean base?"),
+    ("--model gru --tokenizer bas", "no such tokenizer here (bas). Did you mean base?"),
+    ("--model gru --tokenizer byts", "no such tokenizer here (byts). Did you mean bytes?"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), SLIPS)
+def test_a_name_that_is_nearly_one_is_not_asked_of_the_hub(cache, monkeypatch, flags, message):
+    monkeypatch.setattr("ullage.cli.train.model.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    texts(Path("."))
+    Path("words").mkdir()
+    Path("base").mkdir()
+    flags = flags if "--data" in flags else f"{flags} --data texts.jsonl"
+    with pytest.raises(InputError) as error:
+        train(*flags.split(), "--use_cpu", "--output_dir", "out")
+    if "unknown ending" in message:
+        assert "cannot be read (nowhere.jsnl): expected a file" in str(error.value)
+    else:
+        assert message in str(error.value)
+    assert not Path("out").exists()
+
+
+def test_a_name_with_a_revision_is_one_of_the_hub(cache):
+    Path("base").mkdir()
+    for name in ("bas@main", "lama-64x2@main"):
+        with pytest.raises(InputError, match="none from the hub"):
+            found(name)
+
+
+def test_names_that_people_type_are_taken(tmp_path):
+    command = parse(["--lr", "0.5", "--epochs=3", "--batch-size", "7", "--model_name_or_path", "gru-8"])
+    args = command.training
+    assert (args.learning_rate, args.num_train_epochs, args.per_device_train_batch_size) == (0.5, 3, 7)
+    assert command.model.model == "gru-8"
+    assert {"learning_rate", "num_train_epochs", "per_device_train_batch_size", "model", "config"} == command.given
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 0.25\nmax_seq_length: 9\n")
+    command = parse(["--config", str(path)])
+    assert (command.training.learning_rate, command.data.max_length) == (0.25, 9)
+    with pytest.raises(UsageError, match="argument --learning_rate/--learning-rate: invalid float value: 'fast'"):
+        parse(["--lr", "fast"])
+    fields = {name for part in vars(parse([])).values() for name in getattr(part, "__dataclass_fields__", ())}
+    assert not fields & SHORT.keys()
+    assert fields >= {*SHORT.values()}

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ullage.core.display import Shown, quantity
-from ullage.core.errors import InputError, listed, require_int, require_one_of
+from ullage.core.errors import MOST_TOKENS, InputError, listed, require_int, require_one_of
 from ullage.core.extras import needed_by
 from ullage.core.layout import Int64, Layout, ranges, starts_of
 from ullage.datasets.files import load_tokenizer
@@ -278,7 +278,7 @@ def pack_file(
 
 def require_packing_sizes(capacity: int, oversize: str) -> None:
     """Raise ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
-    require_int(capacity, "capacity", least=1)
+    require_int(capacity, "capacity", least=1, most=MOST_TOKENS)
     require_one_of(oversize, _OVERSIZE, "oversize")
 
 

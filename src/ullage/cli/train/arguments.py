@@ -44,6 +44,16 @@ KINDS = (
     TrainingArguments,
 )
 
+#: Short and other names of arguments, as people type them.
+SHORT = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "model_name_or_path": "model",
+    "max_seq_length": "max_length",
+}
+
 #: Where we differ from Trainer's own defaults.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/train",
@@ -166,6 +176,10 @@ class Parser(HfArgumentParser):
         for action in self._by_name.values():
             if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:
                 action.nargs, action.const = "?", True
+        # Not among the option strings of the action, which its errors would all list.
+        for short, name in SHORT.items():
+            for flag in (f"--{short}", f"--{short.replace('_', '-')}"):
+                self._option_string_actions[flag] = self._by_name[name]
         self._by_name["report_to"].nargs = "+"  # transformers takes a list, but not from a command line
         self.set_defaults(**DEFAULTS)
 
@@ -190,6 +204,7 @@ class Parser(HfArgumentParser):
         flags: list[str] = []
         for key, value in settings.items():
             name = str(key).replace("-", "_")
+            name = SHORT.get(name, name)
             if name not in self._by_name or name == "config":
                 raise UsageError(f"unknown key {str(key)!r}", where=self.where, hint=self.near(name))
             if isinstance(value, list):

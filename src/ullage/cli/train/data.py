@@ -9,10 +9,11 @@ from __future__ import annotations
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ullage.cli.train.model import find_or_fetch, name_with_revision
+from ullage.cli.train.model import find_or_fetch, name_with_revision, refuse_near
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.core.errors import InputError
@@ -34,6 +35,8 @@ from ullage.datasets.tables import ENDINGS, read_table
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 
 DOCSTRINGS = "the docstrings of the standard library"
+#: How like an ending has to be to one of those for it to be a slip of the fingers.
+_NEAR = 0.75
 #: Columns that could be trained on too, where several are there.
 _OTHERS = {*CHAT_COLUMNS, PROMPT, COMPLETION, "text", "input_ids"}
 
@@ -190,7 +193,12 @@ def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any
     A name with the ending of a file is never looked up on the hub, so that reading it says that it is not there.
     """
     is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
-    if is_here or len(sources) > 1 or Path(sources[0].partition("@")[0]).suffix.lower() in ENDINGS:
+    ending = Path(sources[0].partition("@")[0]).suffix.lower()
+    if is_here or len(sources) > 1:
+        return list(sources)
+    if ending in ENDINGS or get_close_matches(ending, ENDINGS, cutoff=_NEAR):
+        for source in sources:
+            refuse_near(source, "data file")
         return list(sources)
     return [
         find_or_fetch(command, argument, sources[0], "dataset", ["README.md", *(f"*{ending}" for ending in ENDINGS)])

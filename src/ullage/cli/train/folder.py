@@ -23,6 +23,7 @@ from ullage.cli.train.settings import AdapterArguments, TrainCommand
 from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError
 from ullage.core.replacing import replacing
 from ullage.ranks.world import agreement, is_first_of_machine
+from ullage.training.run.log_file import LOG
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
     checkpoints_in,
@@ -250,8 +251,9 @@ def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Trainer
         # Whatever the steps are: a checkpoint without its settings would be continued with others.
         begun = checkpoint is not None or state.global_step > 0 or checkpoints_in(command.folder)
         if not begun and state.is_world_process_zero:
-            with contextlib.suppress(OSError):
-                (command.folder / RECORD).unlink()
+            for name in (RECORD, LOG):  # the folder goes with its last file, if this call has made it
+                with contextlib.suppress(OSError):
+                    (command.folder / name).unlink()
         if state.global_step or "log_level" in command.given:  # which shows where an error comes from
             raise
         with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):

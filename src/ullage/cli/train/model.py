@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ _TOKENIZER_FILES = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     "tekken.json",
 )
+#: How like a name has to be to one that is there for the two to be taken for the same.
+_NEAR = 0.8
 #: How many names of weights a line holds.
 _NAMED = 4
 
@@ -81,6 +84,7 @@ def find_or_fetch(command: TrainCommand, argument: str, name: str, kind: str, fi
     for is_turn in (rank_here(several) == 0, rank_here(several) != 0):  # the first rank says what is wrong, for all
         with agreement(f"finding the {kind} {name}", several):
             if is_turn and not path.exists():
+                refuse_near(name, kind)
                 path = _snapshot(name, kind, files, command.revisions.get(argument))
                 commit = path.name
     if len(set(gather(commit, several))) > 1:
@@ -88,6 +92,39 @@ def find_or_fetch(command: TrainCommand, argument: str, name: str, kind: str, fi
     if commit is not None:
         command.revisions[argument] = f"{name.partition('@')[0]}@{commit}"
     return path
+
+
+def refuse_near(name: str, kind: str) -> None:
+    """Raise ``InputError`` for a name that is nearly a new model's, or nearly that of a file here.
+
+    ``NAME@main`` is one of the hub for certain.
+    """
+    if "@" in name:
+        return
+    meant = [_near_model(name)] if kind == "model" and "/" not in name else []
+    meant += get_close_matches(name, [BYTES], cutoff=_NEAR) if kind == "tokenizer" else []
+    folder = Path(name).parent
+    with contextlib.suppress(OSError):
+        here = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        meant += [str(folder / near) for near in get_close_matches(Path(name).name, here, n=1, cutoff=_NEAR)]
+    meant = [each for each in meant if each is not None]
+    if meant:
+        raise InputError(
+            f"there is no such {kind} here",
+            where=name,
+            hint=f"did you mean {' or '.join(meant)}?"
+            + ("" if kind == "data file" else f" {name}@main is the one of the hub"),
+        )
+
+
+def _near_model(name: str) -> str | None:
+    """The name of a new model that was meant, if one was: ``llama-64x2`` by ``lama-64x2`` and by ``llama-64x2x9``."""
+    head, _, sizes = name.partition("-")
+    match = re.match(r"\d+(x\d+)?", sizes)
+    near = get_close_matches(head, [*CELLS, "llama"], n=1, cutoff=0.75)  # of four letters, three
+    if not near or (sizes and match is None):
+        return None
+    return f"{near[0]}-{match[0]}" if match is not None else near[0]
 
 
 def name_with_revision(command: TrainCommand, argument: str, name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ullage.core.errors import InputError, require_one_of
+from ullage.core.errors import MOST_TOKENS, InputError, require_int, require_one_of
 from ullage.core.extras import needed_by
 from ullage.training.setup.device_memory import num_bytes
 
@@ -22,7 +22,7 @@ with needed_by("ullage.training", ["transformers"]):
 #: The word for a capacity that is found before the first step.
 AUTO = "auto"
 #: Stands for a capacity that is not found yet: before the first step everything fits.
-_OPEN = 1 << 40
+_OPEN = MOST_TOKENS
 
 #: What ``packing_loss_weighting`` may be, beside the name of a field.
 WEIGHTINGS = ("token", "sequence")
@@ -123,7 +123,9 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 def _read_capacity(given: int | str | None) -> int | str | None:
     """``packing_capacity`` as a number where it is one, also from a command line. Raises ``InputError`` for others."""
     if isinstance(given, str) and given.strip().lstrip("-").isdigit():
-        return int(given)
+        given = int(given)
+    if isinstance(given, int) and given > MOST_TOKENS:
+        return require_int(given, "packing_capacity", least=1, most=MOST_TOKENS)
     if isinstance(given, str) and given != AUTO:
         raise InputError("packing_capacity is not a capacity", expected="tokens a microbatch, or 'auto'", found=given)
     return given
