@@ -51,7 +51,13 @@ def run(data, tmp_path_factory):
 def test_a_run_says_what_it_did_and_the_loss_falls(run, data):
     folder, _, done = run
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tokenizer: bytes, for a new model (--tokenizer NAME takes another)\n")
+    first, *said = done.stdout.splitlines()
+    assert (first, said[0]) == (
+        "device: cpu, float32, 1 process",
+        "tokenizer: bytes, for a new model (--tokenizer NAME takes another)",
+    )
+    assert any(line.startswith("a step: 4 sequences, about ") for line in said)
+    assert any(line.startswith("nothing is packed, and nothing is padded: ") for line in said)
     for word in ("texts to train on", "texts to evaluate on", "parameters", "tokens per second", str(folder)):
         assert word in done.stdout
     assert "warn" not in done.stderr.lower()

@@ -62,7 +62,9 @@ def test_packed_and_padded_adapters_have_equal_losses(tmp_path, base, data, caps
     assert padded[4] < padded[1]
     assert packed == pytest.approx(padded, abs=1e-6)
     said = capsys.readouterr().out
-    assert "LoRA of rank 16 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj: " in said
+    assert (
+        "LlamaForCausalLM: LoRA of rank 16 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj: " in said
+    )
 
 
 def test_what_is_saved_loads_in_plain_peft_and_a_run_continues(tmp_path, base, data, capsys):

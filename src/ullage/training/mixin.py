@@ -38,12 +38,14 @@ from transformers.utils.generic import find_labels
 
 from ullage.core.errors import InputError, TrainingError
 from ullage.core.replacing import replaced
+from ullage.datasets.stored import stored_lengths
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
+from ullage.training.run.advice import may_hold_padding, packing_advice
 from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
@@ -55,7 +57,7 @@ from ullage.training.setup.arguments import PackingOptions, form_process_group
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
-from ullage.training.step.metering import TokenMeter
+from ullage.training.step.metering import TokenMeter, num_parameters
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
 from ullage.training.trl_losses import image_problem, padded_loss_of
@@ -231,7 +233,35 @@ class RaggedTrainerMixin(_Base):
         )
         self._steps.begin_run()
         require_equal_ranks(self, self._reader, self._packer)
+        self._say_what_packing_does()
         return super()._inner_training_loop(*args, **kwargs)
+
+    def _say_what_packing_does(self) -> None:
+        """Log what packing brings at the lengths of this run, where they are known without reading samples."""
+        line, is_urgent = self.packing_advice()
+        if line is not None and self.is_world_process_zero():
+            (logger.warning if is_urgent else logger.info)(line)
+
+    def packing_advice(self, option: str = "packing_capacity={}") -> tuple[str | None, bool]:
+        """A line on what packing brings or would bring to this run, or ``None``; and whether it costs much to miss it.
+
+        ``option``: how a capacity is asked for.
+        """
+        reader, args, dataset = self._reader, self.args, self.train_dataset
+        lengths = stored_lengths(dataset, reader.main_input, getattr(args, "length_column_name", "length"))
+        if lengths is None or not len(lengths) or sharding_of(self.model) is not None:
+            return None, False
+        if self._packer.padded_loss is not None or may_hold_padding(dataset, lengths):
+            return None, False
+        packed = self._packer.options is not None
+        try:
+            pads = not packed and reader.form != "flattened"
+        except InputError:  # a model that takes none of our forms
+            return None, False
+        model: Any = bare(self.model)
+        numbers: dict[str, Any] = {"num_parameters": num_parameters(model), "device": args.device}
+        size = args.per_device_train_batch_size
+        return packing_advice(lengths, size, packed=packed, pads=pads, option=option, **numbers)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run transformers' epoch, unless no step is left: upstream looks only after it has trained one."""

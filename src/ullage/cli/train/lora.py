@@ -107,8 +107,8 @@ def adapted(
     targets += sorted({name.rpartition(".")[2] for name in getattr(made.base_model, "targeted_parameter_names", [])})
     trained, number = made.get_nb_trainable_parameters()
     say(
-        f"LoRA of rank {own.r} on {listed(targets, 8)}: {trained:,} of {number:,} parameters are trained "
-        f"({trained / number:.2%})"
+        f"{type(model).__name__}: LoRA of rank {own.r} on {listed(targets, 8)}: {trained:,} of {number:,} parameters "
+        f"are trained ({trained / number:.2%})"
     )
     return made
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import sys
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
@@ -125,6 +128,47 @@ class Stop(EarlyEnd):
         # At the last step the run ends by itself, and is not one that was stopped.
         if self._step is not None and self._step <= state.global_step < state.max_steps:
             self.end(control)
+
+
+def device_line(command: TrainCommand) -> str:
+    """The device that the run trains on, the precision of its steps, and its processes."""
+    args, number = command.training, command.training.world_size
+    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else ""
+    device = f"{args.device} ({name})" if name else str(args.device)
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    if precision == "float32" and name and torch.backends.cuda.matmul.allow_tf32:
+        precision = "float32, products in tf32"
+    return f"device: {device}, {precision}, {number} process{'es' if number != 1 else ''}"
+
+
+def missing_device(command: TrainCommand) -> str | None:
+    """What is said of a call that asks for a GPU and trains on the CPU; ``None`` where it does not."""
+    args = command.training
+    if args.device.type != "cpu" or "use_cpu" in command.given:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    asked = [f"CUDA_VISIBLE_DEVICES={visible}"] if visible not in ("", "-1") else []
+    asked += [f"--{name}" for name in ("bf16", "fp16", "tf32") if name in command.given and getattr(args, name)]
+    if not asked:
+        return None
+    built = "sees no GPU" if torch.version.cuda or torch.version.hip else "is built without CUDA"
+    return (
+        f"WARNING: this run trains on the CPU, though {' and '.join(asked)} ask{'s' if len(asked) == 1 else ''} for a "
+        f"GPU: torch {torch.__version__} {built}. --use_cpu says that the CPU is meant"
+    )
+
+
+def step_line(command: TrainCommand, training: Any) -> str:
+    """The global batch of a step: sequences, what they are made of, and about how many tokens."""
+    args = command.training
+    ranks = command.parallel.data_ranks(args.world_size)
+    factors = {"a batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps}
+    factors["processes with data of their own"] = ranks
+    number = math.prod(factors.values())
+    parts = [f"{value} {name}" for name, value in factors.items() if value != 1]
+    tokens = training.num_tokens / max(1, len(training)) * number
+    made = f" ({' × '.join(parts)})" if len(parts) > 1 else ""
+    return f"a step: {number:,} sequences{made}, about {tokens:,.0f} tokens"
 
 
 def run_log(command: TrainCommand, trainer: Trainer) -> RunLog:

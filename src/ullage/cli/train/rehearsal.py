@@ -21,6 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ullage.cli.train.folder import outlook
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
+from ullage.cli.train.progress import device_line
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
 from ullage.core.errors import InputError
@@ -65,6 +66,7 @@ def rehearse(
             "chat_template": getattr(tokenizer, "chat_template", None) is not None,
         },
         "data": {"train": _of_data(training), "eval": None if held_out is None else _of_data(held_out)},
+        "device": device_line(command).removeprefix("device: "),
         "processes": args.world_size,
         "notes": [note for note in (outlook(command),) if note is not None],
     }
@@ -178,6 +180,7 @@ def tell(told: dict[str, Any], say: Voice, as_json: bool) -> None:
     model, tokenizer, plan, taken = told["model"], told["tokenizer"], told["plan"], told["time"]
     template = ", with a chat template" if tokenizer["chat_template"] else ""
     rows = {
+        "device": told["device"],
         "model": f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} trained, "
         f"{model['dtype']}",
         "tokenizer": f"{tokenizer['class']}, {tokenizer['vocabulary']:,} tokens{template}",

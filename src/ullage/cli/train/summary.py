@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ullage.cli.report import show
 from ullage.cli.train.limits import max_positions
 from ullage.cli.train.settings import TrainCommand
@@ -42,6 +44,11 @@ class Voice:
     def __call__(self, line: str) -> None:
         if self._first:
             print(line, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def loudly(self, line: str) -> None:
+        """Say what nobody may miss: on standard error, in red where that is a terminal."""
+        if self._first:
+            typer.secho(line, err=True, fg="red", bold=True)
 
     def stopped(self, how_to_continue: str, checkpoint: Path | None) -> None:
         self(f"stopped as asked; {how_to_continue}")

@@ -74,7 +74,7 @@ def _run(argv: list[str], first: bool) -> None:
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.lora import require_possible
-    from ullage.cli.train.progress import leave_page
+    from ullage.cli.train.progress import device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
     from ullage.training.step.metering import num_parameters
@@ -92,6 +92,9 @@ def _run(argv: list[str], first: bool) -> None:
     if situation.there:
         say.stopped(_how_to_continue(command.training.output_dir), situation.checkpoint)
         return
+    say(device_line(command))
+    if (missing := missing_device(command)) is not None:
+        say.loudly(missing)
     # Before the model is loaded: the two kinds of run keep their weights in different files.
     require_layout_of(situation.checkpoint, command.parallel.asked)
     command.revisions.update(revisions_before(command, situation.checkpoint))
@@ -104,7 +107,9 @@ def _run(argv: list[str], first: bool) -> None:
     for note in notes_on_lengths(command, model, training, held_out):
         say(note)
     if not command.adapter.use_peft:
-        say(f"{type(model).__name__}: {num_parameters(model):,} parameters")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        say(f"{type(model).__name__}: {num_parameters(model):,} parameters, {dtype}")
+    say(step_line(command, training))
     make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
     if command.run.dry_run:
         told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
@@ -117,6 +122,8 @@ def _run(argv: list[str], first: bool) -> None:
     with no_empty_folder(command), _readable(command):
         # Before anything is written: a trainer refuses what it cannot do with this model.
         trainer, progress = make_trainer(first=first)
+        if (advice := trainer.packing_advice("--packing_capacity {}")[0]) is not None:
+            say(advice)
         with _written(command):
             if first:
                 begin(command, situation)
