@@ -1,19 +1,18 @@
 """Options of every verb, read from the parsers themselves, for the reference page of the command line.
 
-``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so. A test
-compares.
+``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so, and those of
+``ullage train`` into the table that its help reads. Tests compare both.
 """
 
 import importlib
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from ullage.cli import VERBS
-from ullage.cli.train.help import FIRST, OTHERS, default_of, help_of, metavar_of, sections
+from ullage.cli.train.help import FIRST, OTHERS, TABLE, Option, read_sections, table_text
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 MARK = "<!-- Everything below is written by docs/site/list_options.py. -->\n"
@@ -28,7 +27,7 @@ def written() -> str:
 def _verb(verb: str) -> list[str]:
     title = [f"## ullage {verb}", VERBS[verb]]
     if verb == "train":
-        return [*title, *_train(sections())]
+        return [*title, *_train(read_sections())]
     command = typer.main.get_command(importlib.import_module(f"ullage.cli.{verb}").app)
     context = typer.Context(command, info_name=verb)
     records = [(param.name, param.get_help_record(context)) for param in command.params]
@@ -36,25 +35,22 @@ def _verb(verb: str) -> list[str]:
     return [*title, "\n".join(_bullet(*record) for _, record in records if record is not None)]
 
 
-def _train(found: dict[str, list[Any]]) -> list[str]:
+def _train(found: dict[str, list[Option]]) -> list[str]:
     """The arguments of a first run by section, then the names of the others."""
     parts = []
     for section, names in FIRST.items():
-        listed = [
-            _bullet(f"--{one.dest} {metavar_of(one)}", _with_default(one)) for one in found[section][: len(names)]
-        ]
+        listed = [_bullet(f"--{one.name} {one.metavar}", _with_default(one)) for one in found[section][: len(names)]]
         parts += [f"### {section}", "\n".join(listed)]
     for section, actions in found.items():
-        rest = [one.dest for one in actions[len(FIRST.get(section, ())) :]]
+        rest = [one.name for one in actions[len(FIRST.get(section, ())) :]]
         if rest:
             title = section if section == OTHERS else f"{section}: more"
             parts += [f"### {title}", _wrapped(", ".join(f"`--{name}`" for name in rest) + ".")]
     return parts
 
 
-def _with_default(one: Any) -> str:
-    default = default_of(one)
-    return help_of(one) if default is None else f"{help_of(one)} [default: {default}]"
+def _with_default(one: Option) -> str:
+    return one.help if one.default is None else f"{one.help} [default: {one.default}]"
 
 
 def _bullet(name: str, text: str) -> str:
@@ -68,4 +64,5 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 if __name__ == "__main__":
+    TABLE.write_text(table_text(), encoding="utf-8")
     PAGE.write_text(written(), encoding="utf-8")

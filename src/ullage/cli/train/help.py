@@ -1,15 +1,20 @@
 """Help of ``ullage train``, drawn by typer as for every other verb, and completion of the arguments used first.
 
 The verb passes its arguments on to transformers' parser. For help a command is made that has all of them as options of
-typer's; it is never called. Reading them from the parser takes the import of torch and transformers, about three
-seconds, which is too long for a shell that completes: it is given the names that stand here.
+typer's; it is never called. Reading them from the parser takes the import of torch and transformers, five seconds of a
+processor. So they are written down in ``options.json``, which ``docs/site/list_options.py`` writes and a test compares;
+where another transformers is installed than it was written with, the parser is asked. A shell that completes is given
+the names that stand here.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -83,8 +88,52 @@ _SHOWN_CHOICES = 16
 _TOLD = {"use_cpu": "True where there is no accelerator"}
 
 
-def sections() -> dict[str, list[Any]]:
-    """The actions of the parser by section, those that people use first at the head of each; none that negates one."""
+#: The options by section, and the version of transformers that they were read from.
+TABLE = Path(__file__).with_name("options.json")
+
+
+class Option(NamedTuple):
+    """An argument as help shows it.
+
+    Attributes:
+        name: without its dashes.
+        help: what it does, as a sentence with its choices.
+        default: as text; None where it says nothing.
+        metavar: what stands for its value; empty for a flag without one.
+    """
+
+    name: str
+    help: str
+    default: str | None
+    metavar: str
+
+
+def sections() -> dict[str, list[Option]]:
+    """The options by section, those that people use first at the head of each; none that negates one."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    try:
+        is_another = metadata.version("transformers") != table["transformers"]
+    except metadata.PackageNotFoundError:
+        is_another = False
+    if is_another:
+        return read_sections()
+    return {section: [Option(*fields) for fields in rows] for section, rows in table["sections"].items()}
+
+
+def table_text() -> str:
+    """The content of the table as it ought to be: a line per option."""
+    rows = [
+        f"  {json.dumps(section)}: [\n"
+        + ",\n".join(f"   {json.dumps(each, ensure_ascii=False)}" for each in options)
+        + "\n  ]"
+        for section, options in read_sections().items()
+    ]
+    version = metadata.version("transformers")
+    return f'{{\n "transformers": "{version}",\n "sections": {{\n' + ",\n".join(rows) + "\n }\n}\n"
+
+
+def read_sections() -> dict[str, list[Option]]:
+    """:func:`sections` as the parser has them, which loads torch and transformers."""
     import transformers
 
     from ullage.cli.train.arguments import KINDS, Parser
@@ -98,25 +147,26 @@ def sections() -> dict[str, list[Any]]:
         # What we added to Trainer's arguments is about training too.
         ours = "Training" if name not in upstream else OTHERS
         found[_SECTIONS.get(kind_of[name].__name__, ours) if name in kind_of else ours].append(action)
-    return found
+    return {section: [_option_of(action) for action in listed] for section, listed in found.items()}
 
 
-def help_of(action: Any) -> str:
-    """What an argument does, as a sentence with its choices."""
+def _option_of(action: Any) -> Option:
+    return Option(action.dest, _help_of(action), _default_of(action), _metavar_of(action))
+
+
+def _help_of(action: Any) -> str:
     text, values = " ".join((action.help or "").split()), [*map(str, action.choices or ())]
-    if values and metavar_of(action) not in "|".join(values) and "one of" not in text:
+    if values and _metavar_of(action) not in "|".join(values) and "one of" not in text:
         text = f"{text.rstrip('.')}. One of {', '.join(values)}"
     return (text[:1].upper() + text[1:]).rstrip(".") + "."
 
 
-def default_of(action: Any) -> str | None:
-    """The default of an argument as text; None where it says nothing."""
+def _default_of(action: Any) -> str | None:
     empty = action.nargs == 0 or action.default in (None, "", "==SUPPRESS==") or action.default == []
     return _TOLD.get(action.dest, None if empty else str(action.default))
 
 
-def metavar_of(action: Any) -> str:
-    """What stands for the value of an argument; empty for a flag without one."""
+def _metavar_of(action: Any) -> str:
     if action.nargs == 0:
         return ""
     words = {"int": "N", "float": "X", "string_to_bool": "BOOL"}
@@ -153,18 +203,18 @@ def _command(everything: bool) -> Any:
     found = sections()
     parameters = [
         _parameter(
-            action.dest,
-            bool if action.nargs == 0 else str,
-            False if action.nargs == 0 else default_of(action),
+            option.name,
+            str if option.metavar else bool,
+            option.default if option.metavar else False,
             typer.Option(
-                f"--{action.dest}",
-                help=escape(help_of(action)),
-                metavar=metavar_of(action) or None,
+                f"--{option.name}",
+                help=escape(option.help),
+                metavar=option.metavar or None,
                 rich_help_panel=section,
             ),
         )
-        for section, actions in found.items()
-        for action in (actions if everything else actions[: len(FIRST.get(section, ()))])
+        for section, options in found.items()
+        for option in (options if everything else options[: len(FIRST.get(section, ()))])
     ]
     rest = sum(map(len, found.values())) - len(parameters)
     more = f"{rest} more, most of them the Hugging Face Trainer's: ullage train {_ALL}"
