@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from huggingface_hub import constants
 
 from tests.support.hub import COMMIT, put_in_cache
@@ -132,7 +133,7 @@ REFUSED = [
     (pair, ["--max_length", 1], "no sequence has a token to train on"),
     (text, ["--max_length", 1], "nothing to predict .*found 60 sequences of 1 tokens at most. Raise --max_length"),
     (text, ["--text_column", "texts"], "there is no column 'texts'"),
-    (mixed, [], "the column 'text' holds no text .*found values of several kinds"),
+    (mixed, [], "a row holds no text .*, line 51, column 'text'.*expected a string, found 50. Mend it, or leave"),
 ]
 
 
@@ -169,6 +170,56 @@ def test_an_error_names_the_row_of_the_file(tmp_path, row, others, flags, messag
     with pytest.raises(InputError) as error:
         train("--data", data, *flags, *TINY, "--held_out", 0.3, "--dry_run")
     assert message in str(error.value).replace(str(data), "PATH")
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_empty_texts_are_left_out_and_counted_alike(tmp_path, capsys, ending, run):
+    """Where one verb refused them, one skipped them and one counted them as sequences."""
+    lines = ["", "one", "  ", "three words here", "", "two words"]
+    data = tmp_path / f"a.{ending}"
+    if ending == "txt":
+        data.write_text("".join(f"{line}\n" for line in lines))
+    elif ending == "jsonl":
+        jsonl(data, ({"text": line} for line in lines))
+    else:
+        Dataset.from_dict({"text": lines}).to_parquet(data)
+    train("--data", data, *TINY, "--dry_run", "--held_out", 0)
+    assert f"{data}: 3 texts to train on, 31 tokens (3 empty left out)" in capsys.readouterr().out
+    status, out, _ = run("plan", data, "--capacity", 100, "--column", "text")
+    assert status == 0
+    assert "3 sequences, 31 byte tokens, 4 to 17 long, median 10; 3 empty rows left out" in " ".join(out.split())
+    status, out, _ = run("pack", data, tmp_path / "rows.parquet", "--capacity", 100)
+    assert status == 0
+    assert "3 sequences, 31 tokens in 1 rows" in out
+    assert ("3 sequences empty, left out" in out) == (ending != "txt")  # whose blank lines are no rows
+
+
+def test_rows_that_cannot_be_used_are_named_or_left_out_and_counted(tmp_path, capsys):
+    data = tmp_path / "a.jsonl"
+    rows = [{"text": "a"}, {"text": 5}, {"text": "b"}, {"text": None}, {"text": ""}, {"text": "c"}]
+    jsonl(data, rows)
+    arguments = ["--data", data, *TINY, "--dry_run", "--held_out", 0]
+    with pytest.raises(InputError, match=r"a.jsonl, line 2, column 'text'\): expected a string, found 5\. Mend it, or"):
+        train(*arguments)
+    train(*arguments, "--skip_invalid")
+    line = (
+        f"{data}: 3 texts to train on, 6 tokens (1 empty left out; 2 that cannot be used left out, the first at line 2)"
+    )
+    assert line in capsys.readouterr().out
+    refuses = tmp_path / "t.jinja"
+    refuses.write_text(
+        "{% for m in messages %}{{ raise_exception('no') if m.content == 'q' * 3 else m.content }}{% endfor %}"
+    )
+    data = write(tmp_path / "b.jsonl", lambda i: {"messages": None} if i == 9 else chat(i))
+    arguments = ["--data", data, *TINY, "--chat_template", refuses, "--dry_run"]
+    with pytest.raises(InputError, match=r"a row is no chat .*b\.jsonl, line 10, column 'messages'"):
+        train(*arguments)
+    train(*arguments, "--skip_invalid", "--held_out", 0)
+    refused = sum(i % 9 == 3 for i in range(60))
+    said = capsys.readouterr().out
+    assert f"{data}: {59 - refused} chats to train on, " in said
+    left = f"(1 that cannot be used left out, the first at line 10; {refused} that the chat template refuses left out)"
+    assert left in said
 
 
 def test_prompts_come_before_text_and_what_is_left_out_is_said(tmp_path, capsys):

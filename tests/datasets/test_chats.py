@@ -85,7 +85,7 @@ def theirs(rows, given, folder, **options):
 def ours(rows, given, max_length=None, **options) -> TokenDataset:
     found = chats_of(Dataset.from_list(rows), None, "here")
     assert found is not None
-    return tokenize_chats(found, given, max_length, **options)
+    return tokenize_chats(found.samples, given, max_length, **options)
 
 
 def pairs(dataset: TokenDataset) -> list[tuple[list[int], list[int]]]:
@@ -208,15 +208,20 @@ REFUSED = [
     (TEXTS, PLAIN, {"assistant_only_loss": True}, "assistant_only_loss is for chats"),
     ([{"messages": turns("a")}] * 2, PLAIN, {"assistant_only_loss": True}, "no sequence has a token .*none in 2"),
     (TALKS, MARKED, {"max_length": 2}, "no sequence has a token to train on.*A max_length above 2 may"),
-    ([{"messages": USER}, {"messages": []}], MARKED, {}, r"sample 1 .*column 'messages'"),
-    ([{"messages": USER}, {"messages": None}], MARKED, {}, r"sample 1 .*expected a list"),
+    ([{"messages": USER}, {"messages": []}], MARKED, {}, r"row 1 counted .*column 'messages'"),
+    ([{"messages": USER}, {"messages": None}], MARKED, {}, r"row 1 counted .*expected a list"),
     (
         [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}],
         MARKED,
         {},
-        r"sample 1 .*column 'prompt'",
+        r"row 1 counted .*column 'prompt'",
     ),
-    ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], MARKED, {}, r"sample 1 .*'completion'"),
+    (
+        [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
+        MARKED,
+        {},
+        r"row 1 counted .*'completion'",
+    ),
 ]
 
 
@@ -230,8 +235,11 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line(rows, template, option
 def test_messages_come_before_other_columns_and_a_column_may_be_asked_for():
     row = {"text": "plain", "prompt": "p", "completion": "c", "mine": turns("a", "b"), **CHATS[0]}
     table = Dataset.from_list([row])
-    assert [list(one) for one in chats_of(table, None, "here") or []] == [["messages"]]
-    assert [one["messages"][0]["content"] for one in chats_of(table, "mine", "here") or []] == ["a"]
+    for column, said in ((None, CHATS[0]["messages"][0]["content"]), ("mine", "a")):
+        found = chats_of(table, column, "here")
+        assert found is not None
+        assert [list(one) for one in found.samples] == [["messages"]]
+        assert found.samples[0]["messages"][0]["content"] == said
     assert chats_of(table, "text", "here") is None
     assert chats_of(Dataset.from_list([{"text": "a", "messages": "no chat"}]), None, "here") is None
 

@@ -150,7 +150,7 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
 
 
 EMPTY = "the dataset is empty ({}): expected at least one sample, found none"
-HOLE = "a sample is empty (a.jsonl, column 'text', sample 1 counted from 0): expected at least one token, found "
+HOLE = "a row holds no text (a.jsonl, row 1 counted from 0, column 'text'): expected a string, found "
 NO_LINE = "a line is no JSON object (a.jsonl, line {}): found '{}'. Mend this line, or remove it"
 OTHER = "the file is not what its ending {0} says (a{0}): expected "
 UNCLEAR = (
@@ -163,8 +163,9 @@ REFUSED = [
     ("a.json", " []\n", EMPTY.format("a.json")),
     ("a.csv", "text,b\n", EMPTY.format("a.csv")),
     ("a.txt", "\n \n", EMPTY.format("a.txt")),
-    ("a.jsonl", '{"text": "x"}\n{"text": ""}\n', HOLE + "length 0. Remove it from the file"),
-    ("a.jsonl", '{"text": "x"}\n{"body": "y"}\n', HOLE + "nothing. Remove it from the file"),
+    ("a.jsonl", '{"text": " "}\n{"text": ""}\n', EMPTY.format("a.jsonl")),
+    ("a.jsonl", '{"text": "x"}\n{"body": "y"}\n', HOLE + "nothing. Mend it, or leave such rows out with --skip_inva"),
+    ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', HOLE + "5. Mend it"),
     ("a.csv", "body,title\nx,y\n", UNCLEAR + "strings only, found columns 'body', 'title'. Name it with --text_column"),
     (
         "a.jsonl",

@@ -366,6 +366,7 @@ class _Shown:
         from ullage.report.figures import length_figures
 
         facts = {"name": self.name, "column": self.measured.column, "unit": self.measured.unit}
+        facts |= {"num_empty": self.measured.num_empty}
         return {"source": facts | length_figures(self.measured.lengths)}
 
     def _begun(self, ranks: int, slots: str, sync: str) -> Console:
@@ -381,7 +382,8 @@ class _Shown:
         held = f"{quantity(int(facts['sequences']), 'sequence')}, {facts['tokens']:,} {measured.unit}"
         between = f"{facts['shortest']:,} to {facts['longest']:,} long, median {facts['median']:,.0f}"
         meets = "every microbatch" if sync == "microbatch" else "once a step"
-        console.print(f"{origin}: {held}, {between}", markup=False, soft_wrap=True)
+        empty = f"; {quantity(measured.num_empty, 'empty row')} left out" if measured.num_empty else ""
+        console.print(f"{origin}: {held}, {between}{empty}", markup=False, soft_wrap=True)
         together = f"; they meet {meets}" if ranks > 1 else ""
         console.print(f"{quantity(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
         return console

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError, first_line
+from ullage.datasets.tables import no_rows
 from ullage.datasets.text import TokenDataset, token_dataset
 
 #: A column of whole chats; the second name is that of rows with ``from`` and ``value``.
@@ -57,11 +58,31 @@ def chat_column(table: Any) -> str | None:
     return next((name for name in CHAT_COLUMNS if name in table.column_names and _are_chats(table, name)), None)
 
 
-def chats_of(table: Any, column: str | None, where: str) -> list[Row] | None:
+@dataclass(frozen=True)
+class ReadChats:
+    """The rows of a table of chats; ``rows`` are their numbers, ``invalid`` those of rows that were left out."""
+
+    samples: list[Row]
+    rows: list[int]
+    invalid: list[int]
+
+
+def chats_of(
+    table: Any,
+    column: str | None,
+    where: str,
+    *,
+    skip_invalid: bool = False,
+    place_of: Callable[[int], str] | None = None,
+) -> ReadChats | None:
     """The rows of a table that holds chats, or prompts with completions; ``None`` for one of neither.
 
-    ``column``: of the chats, if asked for by name. Raises ``InputError`` for a row that is not a chat (the message says
-    which).
+    Args:
+        table: of ``datasets``.
+        column: of the chats, if asked for by name.
+        where: the table is from, for messages.
+        skip_invalid: leave out rows that are no chats, and say which; otherwise they raise ``InputError``.
+        place_of: how a row is named in a message.
     """
     chats = chat_column(table) if column is None else column
     names: dict[str, str] = {}
@@ -73,8 +94,19 @@ def chats_of(table: Any, column: str | None, where: str) -> list[Row] | None:
         return None
     names.update((name, name) for name in _BESIDE if name in table.column_names)
     columns: dict[str, list[Any]] = {own: table[name][:] for name, own in names.items()}
-    rows: list[dict[str, Any]] = [dict(zip(columns, values)) for values in zip(*columns.values())]
-    return [_checked(row, f"{where}, sample {i} counted from 0") for i, row in enumerate(rows)]
+    kept: dict[int, Row] = {}
+    invalid: list[int] = []
+    for i, values in enumerate(zip(*columns.values())):
+        try:
+            place = f"row {i} counted from 0" if place_of is None else place_of(i)
+            kept[i] = _checked(dict(zip(columns, values)), f"{where}, {place}")
+        except InputError:
+            if not skip_invalid:
+                raise
+            invalid.append(i)
+    if not kept:
+        raise no_rows(where)
+    return ReadChats([*kept.values()], [*kept], invalid)
 
 
 def _are_chats(table: Any, column: str) -> bool:
@@ -245,6 +277,7 @@ def tokenize_chats(
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     numbers: Sequence[int] | None = None,
+    skip_invalid: bool = False,
 ) -> TokenDataset:
     """Data set of the tokens of chats, or of prompts with completions, and of the labels that are trained on.
 
@@ -255,6 +288,7 @@ def tokenize_chats(
         completion_only_loss: train on completions alone; by default where there are prompts.
         assistant_only_loss: train on the assistant's turns alone.
         numbers: of the rows where they came from, for messages; by default their places here.
+        skip_invalid: leave out and count chats that the template refuses.
 
     Sequences that have no token to train on after the cut are left out and counted. Raises ``InputError`` where there
     is no template, where it fails (the message says for which sample), and where the turns cannot be told apart.
@@ -263,7 +297,7 @@ def tokenize_chats(
         raise InputError("the dataset is empty", expected="at least one sample", found="none")
     loss = ChatLoss(completion_only_loss, assistant_only_loss)
     loss.require_rows(rows)
-    return token_dataset(_Encoder(tokenizer, loss).encode(rows, numbers), max_length, numbers)
+    return token_dataset(_Encoder(tokenizer, loss).encode(rows, numbers, skip_invalid), max_length, numbers)
 
 
 def require_template(rows: Sequence[Row], tokenizer: Any) -> None:
@@ -283,8 +317,8 @@ class _Encoder:
         self._tokenizer, self._loss = tokenizer, loss
 
     def encode(
-        self, rows: Sequence[Row], numbers: Sequence[int] | None = None
-    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        self, rows: Sequence[Row], numbers: Sequence[int] | None = None, skip_invalid: bool = False
+    ) -> Iterator[tuple[list[int], list[int] | None] | None]:
         require_template(rows, self._tokenizer)
         for number, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
             try:
@@ -292,6 +326,9 @@ class _Encoder:
             except InputError as error:
                 raise error.at(f"sample {number}") from error
             except Exception as error:  # a template raises whatever it likes
+                if skip_invalid:
+                    yield None
+                    continue
                 raise InputError(
                     "the chat template cannot be applied",
                     where=f"sample {number}",

@@ -55,11 +55,13 @@ class Measured:
         lengths: int64 [n]
         column: the column that they were read from; ``None`` where there are no columns
         unit: what a length counts
+        num_empty: rows that were left out: texts of nothing but white space, lists without a token
     """
 
     lengths: Int64
     column: str | None = None
     unit: str = "tokens"
+    num_empty: int = 0
 
 
 def read_lengths(
@@ -91,7 +93,8 @@ def read_lengths(
                 found=f"column {part.column}, {part.unit}",
                 hint="name one column of all of them with --column",
             )
-    return Measured(np.concatenate([part.lengths for part in parts]), parts[0].column, parts[0].unit)
+    lengths = np.concatenate([part.lengths for part in parts])
+    return Measured(lengths, parts[0].column, parts[0].unit, sum(part.num_empty for part in parts))
 
 
 def read_stream(data: bytes, column: str | None = None, tokenizer: str | None = None) -> Measured:
@@ -273,7 +276,9 @@ def _of_column(array: Any, column: str, where: str, tokenizer: str | None) -> Me
         return Measured(_checked(array.to_numpy(), where), column)
     if is_list(kind):
         require_token_ids(array, where)
-        return Measured(list_lengths(array), column)
+        lengths = list_lengths(array)
+        # Lists that are all empty tell of their lengths, which are 0.
+        return _without_empty(lengths, where, column) if lengths.any() else Measured(lengths, column)
     if is_text(kind) and column.strip().lower() in LENGTH_NAMES:
         row = next((row for row, text in enumerate(array.to_pylist()) if not _is_whole(text)), 0)
         raise InputError(
@@ -284,13 +289,27 @@ def _of_column(array: Any, column: str, where: str, tokenizer: str | None) -> Me
     if is_text(kind) and tokenizer is None:
         # Arrow counts the bytes of UTF-8 itself; one more for the end.
         sizes = pc.call_function("binary_length", [array]).to_numpy().astype(np.int64)
-        return Measured(sizes + 1, column, BYTES)
+        return _without_empty(np.where(_blank(array), 0, sizes + 1), where, column, BYTES)
     if is_text(kind):
         encode, texts = load_tokenizer(tokenizer), array.to_pylist()
         # A thousand texts at a time, so that the ids of few are in memory.
         groups = (encode(texts[start : start + 1000]) for start in range(0, len(texts), 1000))
-        return Measured(np.array([len(ids) for group in groups for ids in group], np.int64), column)
+        lengths = np.array([len(ids) for group in groups for ids in group], np.int64)
+        return _without_empty(np.where(_blank(array), 0, lengths), where, column)
     raise InputError("a column holds neither lengths nor tokens nor text", where=where, found=str(kind))
+
+
+def _blank(array: Any) -> Any:
+    """Which texts of a column are nothing but white space, bool [n]."""
+    import pyarrow.compute as pc
+
+    trimmed = pc.call_function("utf8_trim_whitespace", [array])
+    return pc.call_function("binary_length", [trimmed]).to_numpy() == 0
+
+
+def _without_empty(lengths: Int64, where: str, column: str, unit: str = "tokens") -> Measured:
+    kept = lengths[lengths > 0]
+    return Measured(_nonempty(kept, where), column, unit, len(lengths) - len(kept))
 
 
 def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:

@@ -297,7 +297,10 @@ def _sequences(source: Path, column: str | None, tokenizer: str | None, folder: 
     encode = load_tokenizer(tokenizer)
     with quiet(bars=shown):
         return table.map(
-            lambda batch: {"input_ids": encode(batch[column])},
+            # A text of nothing but white space has no tokens, not even an end.
+            lambda batch: {
+                "input_ids": [ids if text.strip() else [] for text, ids in zip(batch[column], encode(batch[column]))]
+            },
             batched=True,
             remove_columns=table.column_names,
             features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),

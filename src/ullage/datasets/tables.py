@@ -9,6 +9,7 @@ and its line. Tables lie in memory, and nothing is left in any cache.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,8 @@ TRAIN = "train"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\b.*")
 #: Messages of the readers of ``datasets`` about a valid file without rows: .csv, .parquet.
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
+#: Kinds of columns that hold texts beside other values, or not one value.
+_MIXED = ("values of several kinds", "null")
 _SPLIT = re.compile(r"\s*([\w.-]+)\s*(\[[^\]]*\])?\s*")
 _PROMISED = {
     ".parquet": "Parquet",
@@ -41,12 +44,14 @@ _PROMISED = {
 }
 
 
-def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = None, split: str | None = None) -> Any:
+def read_table(
+    sources: Sequence[str | os.PathLike[str]], config: str | None = None, split: str | None = None, blanks: bool = False
+) -> Any:
     """The rows of files, folders and patterns, in their order, as an in-memory ``datasets.Dataset``.
 
     ``config`` and ``split`` choose among the files of a folder; ``split`` may be a slice, and a sum of them, as
-    ``datasets`` writes it: ``train[:10%]+test[100:]``. Raises ``InputError`` for what cannot be read, for rows of
-    unequal columns, and where there are no rows.
+    ``datasets`` writes it: ``train[:10%]+test[100:]``. ``blanks`` keeps the blank lines of .txt files.
+    Raises ``InputError`` for what cannot be read, for rows of unequal columns, and where there are no rows.
     """
     with needed_by("reading data files"):
         import datasets
@@ -57,7 +62,7 @@ def read_table(sources: Sequence[str | os.PathLike[str]], config: str | None = N
         if match is None:
             raise InputError("not a split", expected="a name, or such as train[:10%]", found=spec)
         files = [file for source in sources for file in files_of(source, config, match[1])]
-        parts.append(_sliced(_join([(file, read_file(file)) for file in files]), match[1], spec.strip()))
+        parts.append(_sliced(_join([(file, read_file(file, blanks=blanks)) for file in files]), match[1], spec.strip()))
     table = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if len(table) == 0:
         raise no_rows(", ".join(map(str, sources)))
@@ -203,10 +208,11 @@ def _sliced(table: Any, name: str, spec: str) -> Any:
     return table.select(rows)
 
 
-def read_file(path: Path, cache: str | None = None, bars: bool = False) -> Any:
+def read_file(path: Path, cache: str | None = None, bars: bool = False, blanks: bool = False) -> Any:
     """The rows of a file as a ``datasets.Dataset`` in memory, or in files of the folder ``cache``.
 
-    ``bars``: show those of ``datasets``. Raises ``InputError`` for what cannot be read, and where there are no rows.
+    ``bars``: show those of ``datasets``. ``blanks``: keep the blank lines of a .txt file.
+    Raises ``InputError`` for what cannot be read, and where there are no rows.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing there"
@@ -220,7 +226,7 @@ def read_file(path: Path, cache: str | None = None, bars: bool = False) -> Any:
             found=ending or "none",
         )
     _require_content(path, ending)
-    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending, cache, bars)
+    table = _read_arrow(path) if ending == ".arrow" else _read_by_datasets(path, ending, cache, bars, blanks)
     if len(table) == 0:
         raise no_rows(path)
     return table
@@ -264,7 +270,7 @@ def _read_arrow(path: Path) -> Any:
     return datasets.Dataset(read_arrow(path))
 
 
-def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) -> Any:
+def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool, blanks: bool) -> Any:
     """The file as a ``datasets.Dataset``: in ``cache``, or in memory, whose cache is a temporary folder."""
     import datasets
 
@@ -288,7 +294,7 @@ def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool) ->
                 found=table.column_names[0][:60],
                 hint="write it with commas, or with tabs as a .tsv file",
             )
-        if ending != ".txt":
+        if ending != ".txt" or blanks:
             return table
         # Blank lines are not texts.
         return table.select([row for row, text in enumerate(table["text"]) if text.strip()])
@@ -337,10 +343,23 @@ def _bad_line(path: Path, ending: str) -> InputError | None:
     return None
 
 
-def text_column(table: Any, column: str | None, where: str, option: str = "--text_column") -> str:
+def line_of(path: Path, row: int) -> int | None:
+    """The line, counted from 1, of a row of a .jsonl or .txt file; ``None`` for other files."""
+    ending = path.suffix.lower()
+    if ending not in (".jsonl", ".txt"):
+        return None
+    with path.open("rb") as file:
+        lines = (number for number, line in enumerate(file, 1) if ending == ".txt" or line.strip())
+        return next(itertools.islice(lines, row, None), None)
+
+
+def text_column(
+    table: Any, column: str | None, where: str, option: str = "--text_column", *, mixed: bool = False
+) -> str:
     """The column of texts or of token ids: ``column``, else ``input_ids``, ``text``, or the only one of either kind.
 
-    Raises ``InputError`` that lists the columns; ``option`` is what it says to name one with.
+    Raises ``InputError`` that lists the columns; ``option`` is what it says to name one with. ``mixed``: a column in
+    which some values are of another kind will do, and one without a value.
     """
     names = list(table.column_names)
     kinds = {name: column_kind(feature) for name, feature in table.features.items()}
@@ -367,7 +386,7 @@ def text_column(table: Any, column: str | None, where: str, option: str = "--tex
             found=repr(column),
             hint=f"name one of them with {option}",
         )
-    if kinds[column] not in ("string", "ids"):
+    if kinds[column] not in ("string", "ids", *(_MIXED if mixed else ())):
         raise InputError(
             f"the column {column!r} holds no text",
             where=where,
@@ -386,5 +405,5 @@ def column_kind(feature: Any) -> str:
     if inner.startswith(("int", "uint", "null")):  # lists that are all empty have values of no type
         return "ids"
     if type(feature).__name__ == "Json":  # what ``datasets`` makes of a column whose values do not agree
-        return "values of several kinds"
+        return _MIXED[0]
     return str(dtype if dtype not in (None, "list", "dict") else feature)

@@ -17,7 +17,7 @@ import ast
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.extras import needed_by
 from ullage.core.layout import Layout
-from ullage.datasets.tables import column_kind, read_table, text_column
+from ullage.datasets.tables import column_kind, no_rows, read_table, text_column
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
@@ -55,6 +55,7 @@ class TokenDataset(torch.utils.data.Dataset):
         num_dropped: sequences that were left out because none of their tokens has a label, after the cut
         dropped_tokens: the tokens of these
         numbers: of the row that each sequence came from, for messages; ``None`` where they are 0, 1, 2 and so on
+        num_invalid: samples that were left out because they could not be made tokens
     """
 
     values: np.ndarray
@@ -65,6 +66,7 @@ class TokenDataset(torch.utils.data.Dataset):
     num_dropped: int = 0
     dropped_tokens: int = 0
     numbers: np.ndarray | None = None
+    num_invalid: int = 0
 
     def __len__(self) -> int:
         return self.layout.num_items
@@ -190,32 +192,87 @@ def load_text(path: str | Path | Sequence[str | Path], column: str | None = None
 
     ``path`` may be a folder, a pattern, or several files: see :func:`ullage.datasets.tables.read_table`. ``column``
     holds the texts, or lists of token ids; by default ``input_ids``, else ``text``, else the only column of either
-    kind. ``labels`` beside token ids come along. A .txt file has one text per line; blank lines are skipped. The whole
-    column is held in memory, and nothing is left in any cache.
+    kind. ``labels`` beside token ids come along. A .txt file has one text per line. Empty texts, of nothing but white
+    space, are left out. The whole column is held in memory, and nothing is left in any cache.
     Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the message
-    lists the columns), an empty file, and an empty text (the message says which).
+    lists the columns), a file without a text, and a row that holds none (the message says which).
     """
     sources = [path] if isinstance(path, str | Path) else list(path)
-    return texts_of(read_table(sources), column, ", ".join(map(str, sources)))
+    return texts_of(read_table(sources, blanks=True), column, ", ".join(map(str, sources))).samples
 
 
-def texts_of(table: Any, column: str | None, where: str) -> list[Sample]:
-    """The texts, or token ids, of a table's column, as :func:`load_text` chooses and checks them."""
-    column = text_column(table, column, where)
-    samples: list[Any] = table[column][:]
-    for i, sample in enumerate(samples):
-        if sample is None or len(sample) == 0:
+@dataclass(frozen=True)
+class ReadTexts:
+    """The texts, or token ids, of a column, without those that are empty.
+
+    Attributes:
+        samples: in the order of their rows
+        rows: of these, counted from 0
+        num_empty: rows that were left out: a text of nothing but white space, no ids
+        invalid: rows that were left out because they hold no text, or no ids; none unless that was asked for
+    """
+
+    samples: list[Sample]
+    rows: list[int]
+    num_empty: int
+    invalid: list[int]
+
+
+def texts_of(
+    table: Any,
+    column: str | None,
+    where: str,
+    *,
+    skip_invalid: bool = False,
+    place_of: Callable[[int], str] | None = None,
+) -> ReadTexts:
+    """The texts, or token ids, of a table's column, as :func:`load_text` chooses and checks them.
+
+    Args:
+        table: of ``datasets``.
+        column: their column, chosen if ``None``.
+        where: the table is from, for messages.
+        skip_invalid: leave out rows that hold neither, and say which.
+        place_of: how a row is named in a message.
+    """
+    column = text_column(table, column, where, mixed=True)
+    values: list[Any] = table[column][:]
+    are_ids = column_kind(table.features[column]) == "ids" or any(isinstance(value, list) for value in values[:1])
+    kept: list[int] = []
+    invalid: list[int] = []
+    for row, value in enumerate(values):
+        good = isinstance(value, list if are_ids else str)
+        if good and are_ids:
+            good = all(type(each) is int for each in value)
+        if not good and not skip_invalid:
             raise InputError(
-                "a sample is empty",
-                where=f"{where}, column {column!r}, sample {i} counted from 0",
-                expected="at least one token",
-                found="nothing" if sample is None else "length 0",
-                hint="remove it from the file",
+                "a row holds no token ids" if are_ids else "a row holds no text",
+                where=f"{where}, {f'row {row} counted from 0' if place_of is None else place_of(row)}, "
+                f"column {column!r}",
+                expected="a list of integers" if are_ids else "a string",
+                found="nothing" if value is None else repr(value)[:60],
+                hint="mend it, or leave such rows out with --skip_invalid",
             )
+        if not good:
+            invalid.append(row)
+        elif value if are_ids else value.strip():
+            kept.append(row)
+    if not kept:
+        raise no_rows(where)
+    samples = [values[row] for row in kept]
+    return ReadTexts(
+        _with_labels(table, column, samples, kept, where), kept, len(values) - len(kept) - len(invalid), invalid
+    )
+
+
+def _with_labels(table: Any, column: str, samples: list[Any], kept: Sequence[int], where: str) -> list[Sample]:
+    """The samples, and the labels beside token ids."""
     if column_kind(table.features[column]) != "ids" or column == "labels":
         return samples
     if "labels" in table.column_names and column_kind(table.features["labels"]) == "ids":
-        return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, table["labels"][:], strict=True)]
+        every = table["labels"][:]
+        own_labels = [every[row] for row in kept]
+        return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, own_labels, strict=True)]
     masks = [name for name in LOSS_MASKS if name in table.column_names]
     if masks:
         raise InputError(
@@ -266,13 +323,14 @@ def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int
 
 
 def token_dataset(
-    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None]],
+    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None] | None],
     max_length: int | None = None,
     numbers: Sequence[int] | None = None,
 ) -> TokenDataset:
     """Data set of sequences, each of token ids and of labels, where these are others; cut to ``max_length`` tokens.
 
-    A sequence in which no token has a label is left out and counted. ``numbers`` are those of the rows, for messages.
+    A sequence in which no token has a label is left out and counted, and so is ``None``, a sample that is none.
+    ``numbers`` are those of the rows, for messages.
     Raises ``InputError`` if there are no sequences or none is left, for one without tokens, and for labels that are not
     as many as its tokens.
     """
@@ -282,8 +340,12 @@ def token_dataset(
     labels: list[np.ndarray] = []
     lengths: list[int] = []
     places: list[int] = []
-    dropped, count, differ = 0, 0, False
-    for count, (ids, own) in enumerate(sequences, 1):
+    dropped, count, differ, invalid = 0, 0, False, 0
+    for count, sequence in enumerate(sequences, 1):
+        if sequence is None:
+            invalid += 1
+            continue
+        ids, own = sequence
         number = count - 1 if numbers is None else numbers[count - 1]
         _require_sequence(ids, own, number)
         # Held as int32, half of what int64 takes; a sample is widened when it is read.
@@ -314,9 +376,10 @@ def token_dataset(
         int((cut > 0).sum()),
         int(cut.sum()),
         np.concatenate(labels) if differ else None,
-        count - len(parts),
+        count - invalid - len(parts),
         dropped,
         np.asarray(places, np.int64) if places != list(range(len(places))) else None,
+        invalid,
     )
 
 

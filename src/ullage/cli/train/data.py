@@ -7,9 +7,10 @@ Rows are chats (``messages``, or ``prompt`` and ``completion``) before they are 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ullage.datasets.chats import (
     use_end_token,
     use_template,
 )
-from ullage.datasets.tables import ENDINGS, read_table
+from ullage.datasets.tables import ENDINGS, line_of, read_table
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 
 DOCSTRINGS = "the docstrings of the standard library"
@@ -50,12 +51,16 @@ class TakenSamples:
         kind: what one is called: "texts", "chats" or "prompts".
         name: of the source, as it was typed, and its revision.
         numbers: of the rows in the source; ``None`` for all of them.
+        num_empty: rows that were left out because they hold no text.
+        invalid: what is said of rows that were left out because they cannot be used.
     """
 
     rows: Sequence[Any]
     kind: str
     name: str
     numbers: Sequence[int] | None = None
+    num_empty: int = 0
+    invalid: str | None = None
 
     @property
     def talks(self) -> bool:
@@ -153,10 +158,14 @@ def _split(samples: TakenSamples, fraction: float) -> tuple[TakenSamples, TakenS
     """The samples to train on, and those that are held out."""
     kept, left = split_held_out(samples.rows, fraction)
     there = {id(row) for row in left}  # equal rows are on one side
-    parts = [(kept, [i for i, row in enumerate(samples.rows) if id(row) not in there])]
-    parts.append((left, [i for i, row in enumerate(samples.rows) if id(row) in there]))
-    training, held_out = (TakenSamples(rows, samples.kind, samples.name, numbers) for rows, numbers in parts)
-    return training, held_out
+    numbers = range(len(samples.rows)) if samples.numbers is None else samples.numbers
+    sides = {
+        is_held: [number for number, row in zip(numbers, samples.rows, strict=True) if (id(row) in there) == is_held]
+        for is_held in (False, True)
+    }
+    # What was left out is said once.
+    training = replace(samples, rows=kept, numbers=sides[False])
+    return training, TakenSamples(left, samples.kind, samples.name, sides[True])
 
 
 def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice) -> TakenSamples:
@@ -169,22 +178,40 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
         return TakenSamples(docstrings(), "texts", DOCSTRINGS)
     local = _local(command, argument, sources)
     name = ", ".join(name_with_revision(command, argument, source) for source in sources)
-    table = read_table(local, data.data_config, split)
+    table = read_table(local, data.data_config, split, blanks=True)
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
-    rows = chats_of(table, data.text_column, name)
-    if rows is None:
+    place_of = partial(_place, local, split)
+    chats = chats_of(table, data.text_column, name, skip_invalid=data.skip_invalid, place_of=place_of)
+    if chats is None:
         loss.require_none(name)
-        taken = TakenSamples(texts_of(table, data.text_column, name), "texts", name)
+        read = texts_of(table, data.text_column, name, skip_invalid=data.skip_invalid, place_of=place_of)
+        invalid = _invalid(read.invalid, place_of)
+        taken = TakenSamples(read.samples, "texts", name, read.rows, read.num_empty, invalid)
         chosen, used = "input_ids", {"input_ids"}
     else:
-        loss.require_rows(rows, name)
-        taken = TakenSamples(rows, "chats" if "messages" in rows[0] else "prompts", name)
+        loss.require_rows(chats.samples, name)
+        kind = "chats" if "messages" in chats.samples[0] else "prompts"
+        taken = TakenSamples(chats.samples, kind, name, chats.rows, invalid=_invalid(chats.invalid, place_of))
         chosen = chat_column(table) or f"{PROMPT} and {COMPLETION}"
         used = {*CHAT_COLUMNS} if taken.kind == "chats" else {PROMPT, COMPLETION}
     others = [column for column in table.column_names if column in _OTHERS - used]
     if others and used & {*table.column_names} and data.text_column is None:
         say(f"{name}: takes {chosen}, not {', '.join(others)}; --text_column chooses another column")
     return taken
+
+
+def _place(sources: Sequence[Any], split: str | None, row: int) -> str:
+    """How a row is named: by the line of the one file that it comes from, where it has lines."""
+    path = Path(sources[0])
+    line = line_of(path, row) if len(sources) == 1 and path.is_file() and split in (None, "train") else None
+    return f"row {row} counted from 0" if line is None else f"line {line}"
+
+
+def _invalid(rows: Sequence[int], place_of: Callable[[int], str]) -> str | None:
+    """What is said of rows that were left out; ``None`` without any."""
+    if not rows:
+        return None
+    return f"{len(rows):,} that cannot be used left out, the first at {place_of(rows[0])}"
 
 
 def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any]:
@@ -218,6 +245,7 @@ def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> 
             completion_only_loss=data.completion_only_loss,
             assistant_only_loss=data.assistant_only_loss,
             numbers=samples.numbers,
+            skip_invalid=data.skip_invalid,
         )
     except InputError as error:
         where = ", ".join(filter(None, [samples.name, error.where]))
@@ -229,7 +257,10 @@ def _line_about(samples: TakenSamples, dataset: TokenDataset, use: str, max_leng
     line = f"{samples.name}: {_quantity(len(dataset), samples.kind)} to {use}, {dataset.num_tokens:,} tokens"
     if dataset.labels is not None:
         line += f", {dataset.num_labels:,} of them with a label"
-    lost: list[str] = []
+    lost: list[str] = [f"{samples.num_empty:,} empty left out"] if samples.num_empty else []
+    lost += [] if samples.invalid is None else [samples.invalid]
+    if dataset.num_invalid:
+        lost.append(f"{dataset.num_invalid:,} that the chat template refuses left out")
     if dataset.num_truncated:
         lost.append(
             f"{_quantity(dataset.num_truncated, samples.kind)} cut to {max_length}, "

@@ -73,6 +73,10 @@ class DataArguments:
         "the fraction of samples that is evaluated on and not trained on, chosen by a hash of each",
     )
     max_length: int = _option(1024, "cut sequences that are longer, in tokens; 0 cuts none (said in the output)")
+    skip_invalid: bool = _option(
+        False,
+        "leave out rows that cannot be used, and say how many: no text, no chat, or a template that fails",
+    )
     tokenizer: str | None = _option(
         None,
         "a folder with a tokenizer, a name as for --model, or bytes, transformers' byte tokenizer; without it the"
