@@ -169,7 +169,11 @@ WRONG = [
     (["chat", "--sync", "never"], 2, "--sync"),
     (["chat", "--ranks", "0"], 2, "--ranks"),
     (["chat", "--capacity", "-5"], 2, "--capacity"),
-    (["chat", "--capacity", "9" * 20], 1, f"capacity must be an integer: expected 1 to {1 << 40}, found {'9' * 20}"),
+    (
+        ["chat", "--capacity", "9" * 20],
+        1,
+        f"capacity must be an integer: expected 1 to {(1 << 63) - 1}, found {'9' * 20}",
+    ),
     (["chat", "--capacity", "8,x"], 2, "expected an integer >= 1, found 'x'"),
     (["chat", "--steps", "2"], 2, "Pass --global-batch-size"),
     (["chat", "-n", "8", "-c", "30000,40000", "--html", "x.html"], 2, "found 1 steps at 2 capacities"),

@@ -14,7 +14,7 @@ from ullage.cli.train.arguments import parse
 from ullage.cli.train.progress import missing_device, step_line
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, Trainer
-from ullage.training.run.advice import capacity_for, packing_advice, padding_share
+from ullage.training.run.beginning import capacity_for, packing_advice, padding_share
 
 TINY = ["--model", "llama-16x1", "--per_device_train_batch_size", 4, "--max_steps", 1]
 

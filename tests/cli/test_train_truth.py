@@ -27,9 +27,10 @@ from tests.support.hub import COMMIT, put_in_cache
 from tests.support.train_verb import jsonl, record, train
 from ullage.cli.train import limits, process, verb
 from ullage.cli.train.arguments import parse
+from ullage.cli.train.data import TakenSamples, sample_of
 from ullage.cli.train.model import Chosen, choose, load_model, load_pretrained
 from ullage.cli.train.settings import ModelArguments
-from ullage.cli.train.summary import Voice, sample_of
+from ullage.cli.train.summary import Voice
 from ullage.core.errors import InputError, UsageError
 from ullage.datasets import byte_tokenizer, tokenize
 from ullage.proofs.tiny import model_types, tiny_config, tiny_model
@@ -272,14 +273,15 @@ def test_the_sample_of_the_last_lines_is_a_few_words_of_any_script():
     command = SimpleNamespace(data=SimpleNamespace(data="a.jsonl"))
 
     def sample(samples):
-        return sample_of(command, tokenizer, None, tokenize(samples, tokenizer))  # type: ignore[arg-type]
+        parts = [TakenSamples(samples, "texts", "a.jsonl")] * 2
+        return sample_of(command, parts, tokenizer, None, tokenize(samples, tokenizer))  # type: ignore[arg-type]
 
     assert sample(["one two three four"]) == "one two three"
     assert sample(["x"]) == "x"
     assert sample(["'\"\\ \n{} $HOME"]) == "'\"\\ \n{} $HOME"
     assert sample(["日本語" * 30]) == ("日本語" * 30)[:21]  # 64 bytes hold 21 letters and a part of one
     docstrings = SimpleNamespace(data=SimpleNamespace(data=None))
-    assert sample_of(docstrings, tokenizer, None, None) == "Return the "  # type: ignore[arg-type]
+    assert sample_of(docstrings, [], tokenizer, None, None) == "Return the "  # type: ignore[arg-type]
 
 
 # Names

@@ -29,7 +29,10 @@ USAGE = [
     ("--max_length -3", "this argument is out of range (--max_length): expected at least 0, found -3"),
     ("--stop_at_step 0", "this argument is out of range (--stop_at_step): expected at least 1, found 0"),
     ("--packing_capacity lots", "packing_capacity is not a capacity: expected tokens a microbatch, or 'auto'"),
-    (f"--packing_capacity {10**20}", f"packing_capacity must be an integer: expected 1 to {1 << 40}, found {10**20}"),
+    (
+        f"--packing_capacity {10**20}",
+        f"packing_capacity must be an integer: expected 1 to {(1 << 63) - 1}, found {10**20}",
+    ),
     ("--lr_scheduler_kwargs '{a: 1}'", "an argument cannot be used: found Expecting property name"),
     ("--metric_for_best_model bleu", "this run has no such metric (--metric_for_best_model): expected loss, found "),
     ("--config none.yaml", "the config file cannot be read (none.yaml): found No such file"),

@@ -99,7 +99,7 @@ def test_a_script_with_our_trainer_ends_well_without_doing_anything(slowed, tmp_
 def test_without_the_end_of_groups_a_rank_dies(slowed, tmp_path):
     """The race is there to be found: forks end as interpreters of their own do, gloo's threads among them."""
     case = "evaluate, and leave the end to chance"
-    ends = (slowed.script("exit_script.py", case, tmp_path, seed=seed, limit=60) for seed in range(6))
+    ends = (slowed.script("exit_script.py", case, tmp_path, seed=seed, limit=60) for seed in range(24))
     assert any(-signal.SIGABRT in left.statuses for left in ends)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage.core.units import duration, rate
+from ullage.core.display import duration, rate
 from ullage.report.curves import (
     HEIGHT,
     MAX_POINTS,

@@ -144,7 +144,7 @@ def _say(report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]]
 
 
 def _report_lines(report: dict[str, Any]) -> Iterator[str]:
-    from ullage.core.units import size
+    from ullage.core.display import size
 
     rate = f" ({size(report['bytes_per_second'])}/s)" if report["bytes_per_second"] else ""
     yield f"{report['format']}: {report['target']}"
@@ -162,7 +162,7 @@ def _report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _dry_lines(report: dict[str, Any]) -> Iterator[str]:
-    from ullage.core.units import size
+    from ullage.core.display import size
 
     yield f"would write {report['format']} to {report['target']}"
     yield f"{report['num_tensors']:,} tensors, {report['num_files']:,} files, {size(report['num_bytes'])}"

@@ -123,7 +123,7 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
 
 def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
     """What the checkpoint is, by name, in the order in which it is printed."""
-    from ullage.core.units import size
+    from ullage.core.display import size
     from ullage.report.checkpoint import by_name
 
     written_by = inventory.written_by
@@ -210,7 +210,7 @@ def _tensors_table(inventory: Any, limit: int | None) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from ullage.core.units import size
+    from ullage.core.display import size
     from ullage.report.checkpoint import by_name
 
     names = by_name(inventory)

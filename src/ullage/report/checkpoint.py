@@ -15,8 +15,7 @@ import numpy as np
 
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.core.problem import Problem
-from ullage.core.display import quantity
-from ullage.core.units import size
+from ullage.core.display import quantity, size
 from ullage.report.page import NUM_COLOURS, Box, Row, render
 
 #: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ullage.core.units import size
+from ullage.core.display import size
 from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.figures import figures, reference_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ullage.core.units import size
+from ullage.core.display import size
 
 #: Number of colours that ``base.html`` has: classes ``c0`` to ``c7``.
 NUM_COLOURS = 8

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ullage.core.display import duration, rate
 from ullage.core.errors import InputError
-from ullage.core.units import duration, rate
 from ullage.report.curves import short
 from ullage.report.page import percent
 from ullage.training.run.log_file import LOG, PLAN, Event, read_log

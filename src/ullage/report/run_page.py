@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage.core.display import quantity, write_page
-from ullage.core.units import prefix_of, rate, size
+from ullage.core.display import prefix_of, quantity, rate, size, write_page
 from ullage.report.curves import Chart, Series, chart, short
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing

@@ -38,15 +38,13 @@ from transformers.utils.generic import find_labels
 
 from ullage.core.errors import InputError, TrainingError
 from ullage.core.replacing import replaced
-from ullage.datasets.stored import stored_lengths
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
 from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
-from ullage.training.run.advice import may_hold_padding, packing_advice
-from ullage.training.run.beginning import refuse_dispatching, require_equal_ranks
+from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
@@ -57,7 +55,7 @@ from ullage.training.setup.arguments import PackingOptions, form_process_group
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
-from ullage.training.step.metering import TokenMeter, num_parameters
+from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.stopping import StopFlag
 from ullage.training.trl_losses import image_problem, padded_loss_of
@@ -247,21 +245,7 @@ class RaggedTrainerMixin(_Base):
 
         ``option``: how a capacity is asked for.
         """
-        reader, args, dataset = self._reader, self.args, self.train_dataset
-        lengths = stored_lengths(dataset, reader.main_input, getattr(args, "length_column_name", "length"))
-        if lengths is None or not len(lengths) or sharding_of(self.model) is not None:
-            return None, False
-        if self._packer.padded_loss is not None or may_hold_padding(dataset, lengths):
-            return None, False
-        packed = self._packer.options is not None
-        try:
-            pads = not packed and reader.form != "flattened"
-        except InputError:  # a model that takes none of our forms
-            return None, False
-        model: Any = bare(self.model)
-        numbers: dict[str, Any] = {"num_parameters": num_parameters(model), "device": args.device}
-        size = args.per_device_train_batch_size
-        return packing_advice(lengths, size, packed=packed, pads=pads, option=option, **numbers)
+        return advice_for(self, self._reader, self._packer, option)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run transformers' epoch, unless no step is left: upstream looks only after it has trained one."""

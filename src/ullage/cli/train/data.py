@@ -7,6 +7,8 @@ Rows are chats (``messages``, or ``prompt`` and ``completion``) before they are 
 from __future__ import annotations
 
 import glob
+import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -36,6 +38,14 @@ from ullage.datasets.tables import ENDINGS, line_of, read_table
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 
 DOCSTRINGS = "the docstrings of the standard library"
+#: What the docstrings, on which a call without data trains, often begin with.
+_DOCSTRINGS = "Return the "
+#: How much of a sample begins the text: words, or letters of a script without spaces.
+_WORDS, _LETTERS = 3, 40
+#: Letters of a message that an answer is asked for, at most.
+_ASKED = 200
+#: Tokens of a sample that are looked at.
+_LOOKED_AT = 64
 #: How like an ending has to be to one of those for it to be a slip of the fingers.
 _NEAR = 0.75
 #: Columns that could be trained on too, where several are there.
@@ -273,3 +283,35 @@ def _line_about(samples: TakenSamples, dataset: TokenDataset, use: str, max_leng
 
 def _quantity(number: int, kind: str) -> str:
     return f"{number:,} {kind if number != 1 else kind.removesuffix('s')}"
+
+
+# What the model of a run is asked at its end
+
+
+def sample_of(
+    command: TrainCommand, samples: Sequence[TakenSamples], tokenizer: Any, training: Any, held_out: Any
+) -> str | list[dict[str, str]]:
+    """The first words of a held-out sample, as this tokenizer writes them; of chats, what is said before an answer."""
+    if command.data.data is None:
+        return _DOCSTRINGS
+    part = samples[0] if held_out is None else samples[1]
+    if part.talks and (asked := _asked(part.rows[0])):
+        return asked
+    ids = (training if held_out is None else held_out)[0]["input_ids"][:_LOOKED_AT]
+    # The last token may be a part of a letter.
+    text = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd").strip()
+    return " ".join(text.split(" ")[:_WORDS])[:_LETTERS]
+
+
+def _asked(row: Any) -> list[dict[str, str]]:
+    """The messages of a chat before the first answer, long ones cut; [] where they are not texts."""
+    messages = row.get("prompt") or row["messages"]
+    before = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+    if not all(isinstance(message.get("content"), str) for message in before):
+        return []
+    return [
+        {"role": message["role"], "content": textwrap.shorten(message["content"], _ASKED, placeholder=" ...")}
+        if len(message["content"]) > _ASKED
+        else {"role": message["role"], "content": message["content"]}
+        for message in before
+    ]

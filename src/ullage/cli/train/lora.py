@@ -24,7 +24,7 @@ from ullage.models.cells import Cell
 ADAPTER = "adapter_config.json"
 
 
-def require_possible(command: TrainCommand) -> None:
+def require_adaptable(command: TrainCommand) -> None:
     """Raise ``UsageError`` for an adapter that cannot be trained as asked, before anything is read."""
     adapter, parallel = command.adapter, command.parallel
     width = "load_in_4bit" if adapter.load_in_4bit else "load_in_8bit" if adapter.load_in_8bit else None

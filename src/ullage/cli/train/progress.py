@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from ullage.cli.train.settings import TrainCommand
+from ullage.core.display import rate
 from ullage.core.errors import UllageError
-from ullage.core.units import rate
 from ullage.training.run.run_log import RunLog
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.stopping import EarlyEnd

@@ -24,8 +24,8 @@ from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.progress import device_line
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
+from ullage.core.display import duration, memory_size
 from ullage.core.errors import InputError
-from ullage.core.units import duration, memory_size
 from ullage.datasets.text import TokenDataset
 from ullage.planning import Plan
 from ullage.ranks.world import gather

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +17,9 @@ from ullage.core.errors import UllageError
 from ullage.report.run import read_run
 
 if TYPE_CHECKING:
-    from ullage.cli.train.data import TakenSamples
     from ullage.cli.train.progress import Progress
     from ullage.training import Trainer
 
-#: What the docstrings, on which a call without data trains, often begin with.
-_DOCSTRINGS = "Return the "
-#: How much of a sample begins the text: words, or letters of a script without spaces.
-_WORDS, _LETTERS = 3, 40
-#: Letters of a message that an answer is asked for, at most.
-_ASKED = 200
-#: Tokens of a sample that are looked at.
-_LOOKED_AT = 64
 _NEW_TOKENS = 80
 
 
@@ -98,35 +86,6 @@ def save_and_summarize(command: TrainCommand, trainer: Trainer, progress: Progre
 
 
 # The script
-
-
-def sample_of(
-    command: TrainCommand, samples: Sequence[TakenSamples], tokenizer: Any, training: Any, held_out: Any
-) -> str | list[dict[str, str]]:
-    """The first words of a held-out sample, as this tokenizer writes them; of chats, what is said before an answer."""
-    if command.data.data is None:
-        return _DOCSTRINGS
-    part = samples[0] if held_out is None else samples[1]
-    if part.talks and (asked := _asked(part.rows[0])):
-        return asked
-    ids = (training if held_out is None else held_out)[0]["input_ids"][:_LOOKED_AT]
-    # The last token may be a part of a letter.
-    text = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd").strip()
-    return " ".join(text.split(" ")[:_WORDS])[:_LETTERS]
-
-
-def _asked(row: Any) -> list[dict[str, str]]:
-    """The messages of a chat before the first answer, long ones cut; [] where they are not texts."""
-    messages = row.get("prompt") or row["messages"]
-    before = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
-    if not all(isinstance(message.get("content"), str) for message in before):
-        return []
-    return [
-        {"role": message["role"], "content": textwrap.shorten(message["content"], _ASKED, placeholder=" ...")}
-        if len(message["content"]) > _ASKED
-        else {"role": message["role"], "content": message["content"]}
-        for message in before
-    ]
 
 
 def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, str]]) -> str:

@@ -62,7 +62,7 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of, read_samples
+    from ullage.cli.train.data import datasets_of, read_samples, sample_of
     from ullage.cli.train.folder import (
         Situation,
         begin,
@@ -73,14 +73,14 @@ def _run(argv: list[str], first: bool) -> None:
         write_record,
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
-    from ullage.cli.train.lora import require_possible
+    from ullage.cli.train.lora import require_adaptable
     from ullage.cli.train.progress import device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
-    from ullage.cli.train.summary import Voice, sample_of, save_and_summarize, script_of
+    from ullage.cli.train.summary import Voice, save_and_summarize, script_of
     from ullage.training.step.metering import num_parameters
 
     command = parse(argv)
-    require_possible(command)
+    require_adaptable(command)
     say = Voice(first, command.output.json)
     situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
     if situation.summary is not None:

@@ -25,9 +25,9 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ullage.core.batch import RaggedBatch
+from ullage.core.display import memory_size
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
-from ullage.core.units import memory_size
 from ullage.datasets.stored import stored_lengths
 from ullage.mixers.at_rest import modules_kept, random_states_kept
 from ullage.planning import plan

@@ -22,7 +22,7 @@ with needed_by("ullage.training", ["transformers"]):
 #: The word for a capacity that is found before the first step.
 AUTO = "auto"
 #: Stands for a capacity that is not found yet: before the first step everything fits.
-_OPEN = MOST_TOKENS
+_OPEN = 1 << 40
 
 #: What ``packing_loss_weighting`` may be, beside the name of a field.
 WEIGHTINGS = ("token", "sequence")
