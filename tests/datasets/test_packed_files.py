@@ -7,12 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
-    default_data_collator,
-)
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, default_data_collator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ullage.datasets.packing import pack_file

@@ -203,9 +203,7 @@ def test_layers_may_compute_in_bf16(quick, alone):
 
 
 MANY = {
-    3: {
-        "cp of heads that three ranks do not divide": ("llama", trained(mesh=[1, 3, 1])),
-    },
+    3: {"cp of heads that three ranks do not divide": ("llama", trained(mesh=[1, 3, 1]))},
     4: {
         "dp·tp": ("qwen3", trained(kind="qwen3", mesh=[2, 1, 2])),
         "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 4, 1])),
@@ -213,9 +211,7 @@ MANY = {
         "tied and cp": ("tied", trained(model=TIED, mesh=[2, 2, 1])),
         "experts": ("mixtral", trained(kind="mixtral", mesh=[2, 1, 2])),
     },
-    8: {
-        "dp·cp·tp": ("llama", trained(mesh=[2, 2, 2])),
-    },
+    8: {"dp·cp·tp": ("llama", trained(mesh=[2, 2, 2]))},
 }
 #: (saved on, loaded on, model)
 LAYOUTS = [

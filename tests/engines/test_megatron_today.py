@@ -99,9 +99,7 @@ def test_rows_that_are_packed_already_pass_through_one_microbatch_each():
 
 def test_virtual_stages_round_packed_rows_up_to_their_multiple():
     made = config(
-        sequence_packing_scheduler="empty",
-        virtual_pipeline_model_parallel_size=2,
-        microbatch_group_size_per_vp_stage=4,
+        sequence_packing_scheduler="empty", virtual_pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=4
     )
     step = packed_step([iter([packed_sample([4, 2], [4, 4])]), None], made, 1)
     assert step.num_microbatches == 4

@@ -9,16 +9,7 @@ import torch
 
 import ullage
 from ullage.datasets import MockSamples
-from ullage.exchange import (
-    Lengths,
-    PackedIterator,
-    exchange,
-    gather_lengths,
-    materialize,
-    route,
-    shard,
-    share,
-)
+from ullage.exchange import Lengths, PackedIterator, exchange, gather_lengths, materialize, route, shard, share
 from ullage.exchange.sharing import share_or_fail
 from ullage.ranks import Topology
 from ullage.ranks.topology import Axis

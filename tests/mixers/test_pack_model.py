@@ -9,12 +9,7 @@ import threading
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMultipleChoice,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMultipleChoice
 
 import ullage
 from tests.support.own_models import LENGTHS, alone, packed_row, sequences

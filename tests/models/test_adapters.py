@@ -170,10 +170,7 @@ def train(folder, packing=False, **options):
     options = {"max_steps": 6, "packing_capacity": 24 if packing else None, **options}
     arguments = quiet(folder, per_device_train_batch_size=3, learning_rate=0.1, **options)
     return Trainer(
-        adapted(),
-        arguments,
-        data_collator=RaggedCollator(labels_from="input_ids"),
-        train_dataset=make_samples(6) * 4,
+        adapted(), arguments, data_collator=RaggedCollator(labels_from="input_ids"), train_dataset=make_samples(6) * 4
     )
 
 

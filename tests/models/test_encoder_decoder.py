@@ -10,10 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from ullage.core.errors import InputError
-from ullage.models import (
-    RecurrentEncoderDecoder,
-    RecurrentEncoderDecoderConfig,
-)
+from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
 
 SOURCES = torch.tensor([[3, 4, 5], [6, 7, 8]])
 LABELS = torch.tensor([[9, 10, 11, 2], [12, 2, -100, -100]])

@@ -56,8 +56,7 @@ def test_compiled_and_as_python_the_plans_are_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"sync": "step"}, {"context_parallel": "auto"}, {"max_sequences": 9}, {"capacity": 1 << 61}],
+    "options", [{}, {"sync": "step"}, {"context_parallel": "auto"}, {"max_sequences": 9}, {"capacity": 1 << 61}]
 )
 def test_a_step_of_many_sequences_is_the_same_too(options: dict, as_python: None) -> None:
     lengths = np.random.default_rng(3).lognormal(6, 1.2, 400).astype(int).clip(1, 8192)

@@ -28,7 +28,4 @@ def test_no_module_of_one_system_is_imported_at_once():
     assert {name: found for name, text in tree.items() if (found := imported_at_once(text) & POSIX)} == {}
     assert imported_at_once(
         "import fcntl\nif True:\n    import pwd\ntry:\n    import tty\nexcept ImportError: ..."
-    ) == {
-        "fcntl",
-        "pwd",
-    }
+    ) == {"fcntl", "pwd"}

@@ -6,17 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.leaks import (
-    BASES,
-    BY_NUMBER,
-    KINDS,
-    PLACES,
-    Leak,
-    exact_lookalikes,
-    make,
-    make_exact,
-    missed_leaks,
-)
+from tests.support.leaks import BASES, BY_NUMBER, KINDS, PLACES, Leak, exact_lookalikes, make, make_exact, missed_leaks
 from ullage import audit
 from ullage.mixers import pack_model
 

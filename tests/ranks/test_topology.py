@@ -42,10 +42,7 @@ def test_megatron_s_order_puts_tp_neighbours_side_by_side():
     assert list(topology.dp.ranks) == [1, 3, 5, 7]
 
 
-@pytest.mark.parametrize(
-    ("owners", "count"),
-    [("every", 768), ("ends", 768 // 4 // 8 * 2), ("stages", 768 // 4)],
-)
+@pytest.mark.parametrize(("owners", "count"), [("every", 768), ("ends", 768 // 4 // 8 * 2), ("stages", 768 // 4)])
 def test_who_owns_data_among_768_ranks(owners, count):
     topologies = [Topology.grid(rank, dp=12, cp=2, tp=4, pp=8, owners=owners) for rank in range(768)]
     assert sum(topology.owns_data for topology in topologies) == count

@@ -72,10 +72,7 @@ FAMILIES = {
     "mingru": (_recurrent("mingru"), "next token"),
     "lstm": (_recurrent("lstm"), "next token"),
     "bert masked": (lambda: hf.BertForMaskedLM(hf.BertConfig(**QUIET, **SIZES)), "token"),
-    "bert tags": (
-        lambda: hf.BertForTokenClassification(hf.BertConfig(num_labels=CLASSES, **QUIET, **SIZES)),
-        "token",
-    ),
+    "bert tags": (lambda: hf.BertForTokenClassification(hf.BertConfig(num_labels=CLASSES, **QUIET, **SIZES)), "token"),
     "bert classes": (
         lambda: hf.BertForSequenceClassification(hf.BertConfig(num_labels=CLASSES, **QUIET, **SIZES)),
         "sequence",

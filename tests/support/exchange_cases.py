@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ullage
-from ullage.exchange import (
-    PackedIterator,
-    exchange,
-    gather_lengths,
-    materialize,
-    shard,
-    share,
-    unshard,
-)
+from ullage.exchange import PackedIterator, exchange, gather_lengths, materialize, shard, share, unshard
 from ullage.ranks import Axis, Topology
 from ullage.ranks.memory import neighbours
 

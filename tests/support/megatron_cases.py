@@ -16,11 +16,7 @@ from tests.support.megatron_samples import FIELDS, config, eight, pack, sample
 from tests.support.megatron_today import owns
 from tests.support.processes import raised
 from ullage.datasets import MockSamples
-from ullage.engines.megatron import (
-    get_batch_on_this_rank_for_sequence_packing,
-    packed_step,
-    wrap_data_iterator,
-)
+from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, packed_step, wrap_data_iterator
 from ullage.ranks import Topology
 
 

@@ -25,11 +25,7 @@ from tests.support.hugging_face_shapes import shapes_of
 from tests.support.megatron_cpu import on_cpu
 
 #: What differs from Llama: biases of q, k and v; norms of q and k; tied embeddings.
-KINDS = {
-    "llama": {},
-    "qwen2": {"add_qkv_bias": True, "tied": True},
-    "qwen3": {"qk_layernorm": True, "kv_channels": 16},
-}
+KINDS = {"llama": {}, "qwen2": {"add_qkv_bias": True, "tied": True}, "qwen3": {"qk_layernorm": True, "kv_channels": 16}}
 
 
 class _HostForCuda(TorchFunctionMode):

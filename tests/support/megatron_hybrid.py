@@ -95,8 +95,7 @@ def build(config):
     )
     layers = mamba_block.MambaStackSubmodules(
         mamba_layer=ModuleSpec(
-            MambaLayer,
-            submodules=MambaLayerSubmodules(norm=PackedNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+            MambaLayer, submodules=MambaLayerSubmodules(norm=PackedNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
         ),
         attention_layer=packed_layer_spec(config),
     )

@@ -14,10 +14,7 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.support.megatron_spec import packed_block_spec, packed_layer_spec
-from ullage.engines.megatron import (
-    get_batch_on_this_rank_for_sequence_packing,
-    packed_step,
-)
+from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, packed_step
 
 VOCABULARY, LONGEST = 64, 64
 

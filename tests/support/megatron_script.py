@@ -54,12 +54,7 @@ def forward_step(data_iterator, model):
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(data_iterator, vp_stage)
     output_tensor = model(
-        tokens,
-        position_ids,
-        attention_mask,
-        labels=labels,
-        loss_mask=loss_mask,
-        packed_seq_params=packed_seq_params,
+        tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed_seq_params
     )
     return output_tensor, partial(loss_func, loss_mask)
 

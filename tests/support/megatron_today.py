@@ -5,11 +5,7 @@ from megatron.core import parallel_state as state
 
 from tests.support.megatron_samples import config, eight, pack, sample
 from tests.support.processes import raised
-from ullage.engines.megatron import (
-    get_batch_on_this_rank_for_sequence_packing,
-    packed_step,
-    wrap_data_iterator,
-)
+from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, packed_step, wrap_data_iterator
 
 
 def owns():

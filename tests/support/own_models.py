@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    BertPreTrainedModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertModel, BertPreTrainedModel, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from ullage import RaggedBatch
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+SIZES = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 LENGTHS = (7, 3, 12, 1, 3)

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import log_softmax
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import ullage
 from tests.support.small_runs import logged, quiet

@@ -217,8 +217,7 @@ def padded(samples):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [BertForTokenClassification, slowly(T5ForConditionalGeneration), slowly(GPT2LMHeadModel), slowly(Extended)],
+    "kind", [BertForTokenClassification, slowly(T5ForConditionalGeneration), slowly(GPT2LMHeadModel), slowly(Extended)]
 )
 def test_accumulated_batches_are_one_batch_whatever_the_model_does_with_the_count(kind, tmp_path):
     """Most heads of transformers take keywords, and give a mean whatever number of labels they are told."""

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DataCollatorForSeq2Seq,
-    GenerationConfig,
-)
+from transformers import DataCollatorForSeq2Seq, GenerationConfig
 
 import ullage
 from tests.support.small_runs import logged, quiet
 from ullage.core.errors import InputError
-from ullage.models import (
-    RecurrentConfig,
-    RecurrentEncoderDecoder,
-    RecurrentEncoderDecoderConfig,
-    RecurrentForCausalLM,
-)
+from ullage.models import RecurrentConfig, RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig, RecurrentForCausalLM
 from ullage.training import Seq2SeqCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from ullage.training.batches.targets import join_targets
 

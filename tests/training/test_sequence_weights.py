@@ -94,11 +94,7 @@ def values(i):
 
 HEADS = {
     "classes": ({"num_labels": 3}, lambda i: i % 3, lambda out, label: cross_entropy(out, torch.tensor([label]))),
-    "values": (
-        {"num_labels": 3, "problem_type": "regression"},
-        values,
-        lambda out, label: mse_loss(out, label[None]),
-    ),
+    "values": ({"num_labels": 3, "problem_type": "regression"}, values, lambda out, label: mse_loss(out, label[None])),
     "one value": ({"num_labels": 1}, lambda i: 0.3 * i, lambda out, label: mse_loss(out, torch.tensor([[label]]))),
     "several": (
         {"num_labels": 3},

@@ -125,11 +125,7 @@ def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "source", "stage", "loader"),
-    [
-        ("momentum", 1, 3, "load_universal"),
-        ("momentum", 3, 2, "load_ranges"),
-        ("sgd", 1, 3, "load_ranges"),
-    ],
+    [("momentum", 1, 3, "load_universal"), ("momentum", 3, 2, "load_ranges"), ("sgd", 1, 3, "load_ranges")],
 )
 def test_optimizers_without_adams_states(
     sources, tmp_path: Path, optimizer: str, source: int, stage: int, loader: str
