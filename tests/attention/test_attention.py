@@ -19,38 +19,20 @@ from ullage.proofs.tiny import tiny_model
 pytestmark = pytest.mark.parity
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "attn_pdrop": 0.0}
 WINDOWED = {"sliding_window": 8}
 MIXED = ["full_attention", "sliding_attention"]
 GEMMA3 = {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 24,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "qwen3": {},
@@ -214,16 +196,10 @@ def test_generation_equals_sdpa(name, options):
         model.set_attn_implementation(implementation)
         out.append(
             model.generate(
-                input_ids=padded["input_ids"],
-                attention_mask=padded["attention_mask"],
-                max_new_tokens=9,
-                do_sample=False,
-                output_scores=True,
-                return_dict_in_generate=True,
-                disable_compile=True,
-                **options,
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], max_new_tokens=9,
+                do_sample=False, output_scores=True, return_dict_in_generate=True, disable_compile=True, **options,
             )
-        )
+        )  # fmt: skip
     assert torch.equal(out[0].sequences, out[1].sequences)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(out[0].scores, out[1].scores))
 

@@ -16,17 +16,9 @@ from ullage.mixers import is_packed
 pytestmark = pytest.mark.parity
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 300,
-    "type_vocab_size": 2,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 300, "type_vocab_size": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
 #: Windows of 8 to each side, so that the longer sequences are cut into blocks.
 MODERN = {"local_attention": 16, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {"bert": {}, "modernbert": MODERN, "roberta": {}}

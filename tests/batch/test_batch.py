@@ -14,36 +14,24 @@ from ullage import InputError, Layout, RaggedBatch
     ("samples", "message"),
     [
         ([], "a batch needs at least one sample: found none"),
-        (
-            [{"a": [1, 2], "b": [1, 2]}, {"a": [1, 2], "b": [1]}],
-            r"the fields of a sample disagree in length \(sample 1, field 'b'\): expected 2 as in 'a', found 1",
-        ),
-        (
-            [{"a": [1]}, {"a": 3}],
-            r"not the same in all samples \(sample 1, field 'a'\): expected int64 per token, found int64 per sequence",
-        ),
+        ([{"a": [1, 2], "b": [1, 2]}, {"a": [1, 2], "b": [1]}],
+         r"the fields of a sample disagree in length \(sample 1, field 'b'\): expected 2 as in 'a', found 1"),
+        ([{"a": [1]}, {"a": 3}],
+         r"not the same in all samples \(sample 1, field 'a'\): expected int64 per token, found int64 per sequence"),
         ([{"a": [1]}, {"a": []}], r"a sequence is empty \(sample 1\): expected at least one token, found 0"),
-        (
-            [{"a": [1], "b": 1}, {"a": [1]}],
-            r"a sample lacks a field \(sample 1, field 'b'\): expected fields \['a', 'b'\], found fields \['a'\]",
-        ),
-        (
-            [{"a": [1]}, {"a": [1], "b": 2}],
-            r"a field that others have not \(sample 1, field 'b'\): .* found fields \['a', 'b'\]",
-        ),
-        (
-            [{"a": [1], "text": "hello"}],
-            r"neither a number nor an array of numbers \(sample 0, field 'text'\): found str",
-        ),
+        ([{"a": [1], "b": 1}, {"a": [1]}],
+         r"a sample lacks a field \(sample 1, field 'b'\): expected fields \['a', 'b'\], found fields \['a'\]"),
+        ([{"a": [1]}, {"a": [1], "b": 2}],
+         r"a field that others have not \(sample 1, field 'b'\): .* found fields \['a', 'b'\]"),
+        ([{"a": [1], "text": "hello"}],
+         r"neither a number nor an array of numbers \(sample 0, field 'text'\): found str"),
         ([{"a": [1], "b": None}], r"neither a number nor an array of numbers \(sample 0, field 'b'\): found NoneType"),
         ([{"a": [[1, 2], [3]]}], r"neither a number nor an array of numbers \(sample 0, field 'a'\)"),
         ([{"id": 3}], r"no field is token-aligned \(sample 0\): expected at least one array or list, found \['id'\]"),
-        (
-            [{"a": np.zeros((2, 3))}, {"a": np.zeros((2, 4))}],
-            r"not the same in all samples \(sample 1, field 'a'\): expected .* of shape \[3\], found .* of shape \[4\]",
-        ),
+        ([{"a": np.zeros((2, 3))}, {"a": np.zeros((2, 4))}],
+         r"not the same in all samples \(sample 1, field 'a'\): expected .* of shape \[3\], found .* of shape \[4\]"),
     ],
-)
+)  # fmt: skip
 def test_bad_samples_are_named(samples, message):
     with pytest.raises(InputError, match=message):
         RaggedBatch.from_samples(samples)

@@ -69,20 +69,8 @@ def test_packed_and_padded_adapters_have_equal_losses(tmp_path, base, data, caps
 
 def test_what_is_saved_loads_in_plain_peft_and_a_run_continues(tmp_path, base, data, capsys):
     arguments = [
-        "--data",
-        data,
-        "--model",
-        base,
-        *COMMON,
-        "--lora_r",
-        2,
-        "--max_steps",
-        4,
-        "--save_steps",
-        2,
-        "--held_out",
-        0,
-    ]
+        "--data", data, "--model", base, *COMMON, "--lora_r", 2, "--max_steps", 4, "--save_steps", 2, "--held_out", 0,
+    ]  # fmt: skip
     train(*arguments, "--output_dir", tmp_path / "whole")
     train(*arguments, "--output_dir", tmp_path / "cut", "--stop_at_step", 2)
     # The settings of the adapter are those of the run.

@@ -210,19 +210,11 @@ REFUSED = [
     (TALKS, MARKED, {"max_length": 2}, "no sequence has a token to train on.*A max_length above 2 may"),
     ([{"messages": USER}, {"messages": []}], MARKED, {}, r"row 1 counted .*column 'messages'"),
     ([{"messages": USER}, {"messages": None}], MARKED, {}, r"row 1 counted .*expected a list"),
-    (
-        [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}],
-        MARKED,
-        {},
-        r"row 1 counted .*column 'prompt'",
-    ),
-    (
-        [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-        MARKED,
-        {},
-        r"row 1 counted .*'completion'",
-    ),
-]
+    ([{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": "b"}], MARKED, {},
+     r"row 1 counted .*column 'prompt'"),
+    ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], MARKED, {},
+     r"row 1 counted .*'completion'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "template", "options", "message"), REFUSED)

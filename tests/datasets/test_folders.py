@@ -28,14 +28,8 @@ configs:
 # A card
 """
 NAMES = [
-    "README.md",
-    "small/a.jsonl",
-    "small/b.jsonl",
-    "small/held/x/c.jsonl",
-    "other.jsonl",
-    "big/test.csv",
-    "big/x.csv",
-]
+    "README.md", "small/a.jsonl", "small/b.jsonl", "small/held/x/c.jsonl", "other.jsonl", "big/test.csv", "big/x.csv",
+]  # fmt: skip
 
 
 def chosen(folder, names, card=None, **options):
@@ -76,22 +70,16 @@ def test_the_files_of_a_split(tmp_path, names, options, expected, capfd):
     ("names", "options", "message"),
     [
         (["README.md", "a.py"], {}, "no files of data.*found README.md, a.py"),
-        (
-            ["train.csv", "test.csv"],
-            {"split": "eval"},
-            r"no such split \(.*\): expected one of train, test, found eval",
-        ),
+        (["train.csv", "test.csv"], {"split": "eval"},
+         r"no such split \(.*\): expected one of train, test, found eval"),
         (["a/train.csv"], {"config": "b"}, "no such configuration .*expected one of default, found b"),
         (["a.csv"], {"card": "---\nconfigs: [[\n---"}, "the folder cannot be read"),
         (NAMES, {"card": CARD}, "several configurations .*: expected one of small, big, flat, found none asked for"),
-        (
-            NAMES,
-            {"card": CARD, "config": "huge"},
-            "no such configuration .*: expected one of small, big, flat, found huge",
-        ),
+        (NAMES, {"card": CARD, "config": "huge"},
+         "no such configuration .*: expected one of small, big, flat, found huge"),
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], {}, "a numbered file is missing.*no 00001"),
     ],
-)
+)  # fmt: skip
 def test_what_a_folder_does_not_have_is_said(tmp_path, names, options, message):
     with pytest.raises(InputError, match=message):
         chosen(tmp_path, names, **options)

@@ -59,14 +59,9 @@ def test_bars_of_any_plan_are_whole(lengths, ranks, sync, context, pad_to_multip
     if context == 2 and ranks == 1:
         context = 1
     plan = ullage.plan(
-        lengths,
-        ranks=ranks,
-        capacity=128,
-        sync=sync,
-        context_parallel=context,
-        pad_to_multiple_of=pad_to_multiple_of,
-        oversize="truncate",
-    )
+        lengths, ranks=ranks, capacity=128, sync=sync, context_parallel=context,
+        pad_to_multiple_of=pad_to_multiple_of, oversize="truncate",
+    )  # fmt: skip
     page = plan_page(plan)
     bars = re.findall(r'<svg class="bar[^>]*>(.*?)</svg>', page, re.DOTALL)
     assert len(bars) == (2 * ranks if plan.num_microbatches else 0)

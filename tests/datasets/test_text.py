@@ -167,35 +167,20 @@ REFUSED = [
     ("a.jsonl", '{"text": "x"}\n{"body": "y"}\n', HOLE + "nothing. Mend it, or leave such rows out with --skip_inva"),
     ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', HOLE + "5. Mend it"),
     ("a.csv", "body,title\nx,y\n", UNCLEAR + "strings only, found columns 'body', 'title'. Name it with --text_column"),
-    (
-        "a.jsonl",
-        '{"text": 5}\n',
-        "the column 'text' holds no text (a.jsonl): expected strings, or lists of token ids, ",
-    ),
+    ("a.jsonl", '{"text": 5}\n',
+     "the column 'text' holds no text (a.jsonl): expected strings, or lists of token ids, "),
     ("a.jsonl", "text,b\nx,y\n", NO_LINE.format(1, "text,b")),
     ("a.jsonl", '{"text": "x"}\n{"text": \n', NO_LINE.format(2, '{"text":')),
-    (
-        "a.csv",
-        '{"text": "x"}\n',
-        OTHER.format(".csv") + "comma-separated UTF-8 text, found JSON. Rename the file, or w",
-    ),
-    (
-        "a.parquet",
-        "text\nx\n",
-        OTHER.format(".parquet") + "Parquet, found ArrowInvalid: Parquet file size is 7 bytes, ",
-    ),
-    (
-        "a.json",
-        '{"text":',
-        OTHER.format(".json") + "a JSON list of objects, found ArrowInvalid: JSON parse error: Inva",
-    ),
+    ("a.csv", '{"text": "x"}\n',
+     OTHER.format(".csv") + "comma-separated UTF-8 text, found JSON. Rename the file, or w"),
+    ("a.parquet", "text\nx\n",
+     OTHER.format(".parquet") + "Parquet, found ArrowInvalid: Parquet file size is 7 bytes, "),
+    ("a.json", '{"text":',
+     OTHER.format(".json") + "a JSON list of objects, found ArrowInvalid: JSON parse error: Inva"),
     ("a.txt", "café".encode("latin-1"), "a line is not UTF-8 (a.txt, line 1): found the byte 0xe9. Write the file in "),
-    (
-        "a.xml",
-        "<a/>",
-        "the data file has an unknown ending (a.xml): expected one of .jsonl, .json, .csv, .tsv, .parquet, ",
-    ),
-]
+    ("a.xml", "<a/>",
+     "the data file has an unknown ending (a.xml): expected one of .jsonl, .json, .csv, .tsv, .parquet, "),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)

@@ -31,17 +31,9 @@ def release_16(data_iterator, model):
 
 def release_18(data_iterator, model, return_schedule_plan=False):
     (
-        attention_mask,
-        cu_seqlens,
-        cu_seqlens_padded,
-        hybrid_cp_group,
-        labels,
-        local_cp_size,
-        loss_mask,
-        max_seqlen,
-        position_ids,
-        tokens,
-    ) = get_batch(data_iterator, 0)
+        attention_mask, cu_seqlens, cu_seqlens_padded, hybrid_cp_group, labels, local_cp_size, loss_mask, max_seqlen,
+        position_ids, tokens,
+    ) = get_batch(data_iterator, 0)  # fmt: skip
     params = (cu_seqlens[0], cu_seqlens_padded[0], int(max_seqlen.item()), local_cp_size, hybrid_cp_group)
     if return_schedule_plan:
         return model.build_schedule_plan(tokens, position_ids, attention_mask, labels=labels), loss_mask

@@ -156,14 +156,8 @@ def megatron(folder: str) -> dict[str, Any]:
         ids, labels, loss_mask, _, positions, params, padding = batch
         assert {tensor.device.type for tensor in (ids, labels, positions, params.cu_seqlens_q)} == {where.type}
         shown = (
-            ids,
-            labels,
-            loss_mask.int(),
-            positions,
-            params.cu_seqlens_q,
-            params.cu_seqlens_q_padded,
-            padding.int(),
-        )
+            ids, labels, loss_mask.int(), positions, params.cu_seqlens_q, params.cu_seqlens_q_padded, padding.int(),
+        )  # fmt: skip
         rows.append([tensor.reshape(-1).tolist() for tensor in shown])
     return {"device": where.type, "counts": [count, int(tokens), int(squares)], "rows": rows}
 

@@ -14,17 +14,9 @@ pytest.importorskip("transformers", reason="these are its models")
 
 #: Types by the way in which they are packed.
 TYPES = {
-    "llama": "causal",
-    "qwen3_next": "causal",
-    "mamba2": "causal",
-    "falcon_h1": "causal",
-    "nemotron_h": "causal",
-    "gpt_oss": "causal",
-    "gemma2": "causal",
-    "bert": "masked",
-    "modernbert": "masked",
-    "t5": "seq2seq",
-}
+    "llama": "causal", "qwen3_next": "causal", "mamba2": "causal", "falcon_h1": "causal", "nemotron_h": "causal",
+    "gpt_oss": "causal", "gemma2": "causal", "bert": "masked", "modernbert": "masked", "t5": "seq2seq",
+}  # fmt: skip
 
 
 def row_of(kind, seed=0):

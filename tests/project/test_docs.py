@@ -191,16 +191,8 @@ def test_what_the_pages_install_is_the_wheel_of_this_tree(tmp_path):
     assert blocks
     tree, wheels = copy_of_the_tree(tmp_path / "tree"), tmp_path / "wheels"
     built = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "-qw",
-        str(wheels),
-    ]
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-qw", str(wheels),
+    ]  # fmt: skip
     subprocess.run([*built, str(tree)], check=True, timeout=120, env=environment())
     assert len(list(wheels.glob("ullage-*.whl"))) == 1
     for number, text in enumerate(sorted({block.text for block in blocks})):

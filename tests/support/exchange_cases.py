@@ -18,18 +18,9 @@ from ullage.ranks import Axis, Topology
 from ullage.ranks.memory import neighbours
 
 ALL_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64,
+]  # fmt: skip
 
 
 def sample(i, length):

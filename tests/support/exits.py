@@ -48,15 +48,8 @@ def slow_gloo(folder):
     """The library to load before torch, compiled; needs a C compiler."""
     library = Path(folder) / "slow_gloo.so"
     command = [
-        os.environ.get("CC", "cc"),
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(library),
-        str(HERE / "slow_gloo.c"),
-        "-ldl",
-    ]
+        os.environ.get("CC", "cc"), "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "slow_gloo.c"), "-ldl",
+    ]  # fmt: skip
     subprocess.run(command, check=True)
     return library
 

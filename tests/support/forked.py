@@ -22,18 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 #: Variables that libraries read when they are imported: a fork has the server's. ``PYTHONPATH`` is the tests' there.
 READ_AT_IMPORT = (
-    "DS_",
-    "HF_",
-    "LD_",
-    "MKL_",
-    "NUMBA_",
-    "OMP_",
-    "PYTHON",
-    "TOKENIZERS_",
-    "TORCH",
-    "TRANSFORMERS_",
-    "TRL_",
-)
+    "DS_", "HF_", "LD_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRL_",
+)  # fmt: skip
 #: What pytest's workers find imported.
 WORKERS = ["torch", "training", "trl", "megatron"]
 READ_LATER = (
@@ -53,13 +43,8 @@ def environment(**extra):
     """Of the processes of tests: one thread each, no network, this tree before what is installed."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "DS_BUILD_OPS": "0",
-        **extra,
-    }
+        **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_BUILD_OPS": "0", **extra,
+    }  # fmt: skip
 
 
 class Served:

@@ -29,15 +29,8 @@ SIZES = {
 }
 #: Class names that both the leaking and the exact parts wear.
 CLOTHES = (
-    "LoraLinear",
-    "TokenMLP",
-    "RMSNorm",
-    "ScaledWordEmbedding",
-    "GatedUnit",
-    "Adapter",
-    "LayerScale",
-    "CanonBlock",
-)
+    "LoraLinear", "TokenMLP", "RMSNorm", "ScaledWordEmbedding", "GatedUnit", "Adapter", "LayerScale", "CanonBlock",
+)  # fmt: skip
 
 
 class Bounds:
@@ -135,21 +128,10 @@ def _fourier(x: Tensor, by: SimpleNamespace) -> Tensor:
 
 Effect = Callable[[Tensor, SimpleNamespace], Tensor]
 KINDS: dict[str, Effect] = {
-    "attention": _attention,
-    "convolution": _convolution,
-    "sees later": _later,
-    "running mean": _running_mean,
-    "state": _state,
-    "row norm": _row_norm,
-    "last sees first": _last_sees_first,
-    "sink": _sink,
-    "largest": _largest,
-    "mean of 1e-3": _small_mean,
-    "batch norm": _in_batch_norm,
-    "place": _place,
-    "count": _count,
-    "fourier": _fourier,
-}
+    "attention": _attention, "convolution": _convolution, "sees later": _later, "running mean": _running_mean,
+    "state": _state, "row norm": _row_norm, "last sees first": _last_sees_first, "sink": _sink, "largest": _largest,
+    "mean of 1e-3": _small_mean, "batch norm": _in_batch_norm, "place": _place, "count": _count, "fourier": _fourier,
+}  # fmt: skip
 #: Kinds that change the numbers without any token seeing another's.
 BY_NUMBER = ("place", "count")
 PLACES = ("embedding", "layer", "before the head", "head", "loss")
@@ -188,16 +170,10 @@ class Leak:
         drawn = random.Random(f"leak {seed}")
         while True:
             leak = cls(
-                drawn.choice(list(KINDS)),
-                drawn.choice(list(BASES)),
-                drawn.choice(PLACES),
-                drawn.choice((1, 1, 1, 2, 20)),
-                drawn.choice((0, 0, 0, 6, 16, 24, 40)),
-                drawn.choice(MODES),
-                drawn.choice(THROUGH),
-                drawn.choice(CLOTHES),
-                seed,
-            )
+                drawn.choice(list(KINDS)), drawn.choice(list(BASES)), drawn.choice(PLACES),
+                drawn.choice((1, 1, 1, 2, 20)), drawn.choice((0, 0, 0, 6, 16, 24, 40)), drawn.choice(MODES),
+                drawn.choice(THROUGH), drawn.choice(CLOTHES), seed,
+            )  # fmt: skip
             if leak.is_one:
                 return leak
 

@@ -275,14 +275,8 @@ def freed_while_sent(rank, world):
 
 def everything(rank, world, shapes):
     behaviours = (
-        few,
-        bad_input,
-        bad_batches,
-        middle_stage_with_prediction,
-        another_order,
-        everywhere,
-        freed_while_sent,
-    )
+        few, bad_input, bad_batches, middle_stage_with_prediction, another_order, everywhere, freed_while_sent,
+    )  # fmt: skip
     found = {case.__name__: case(rank, world) for case in behaviours}
     for case in (today.every_stage, today.evaluation, today.packed_already, today.degrees):
         found[case.__name__] = case()

@@ -53,23 +53,12 @@ def config_of(kind="llama", tp=1, pp=1, **more):
         **{k: v for k, v in KINDS[kind].items() if k != "tied"}, **more,
     }  # fmt: skip
     return TransformerConfig(
-        **fields,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-    )
+        **fields, normalization="RMSNorm", layernorm_epsilon=1e-6, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, use_cpu_initialization=True,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
+        hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False, bias_activation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False,
+    )  # fmt: skip
 
 
 VOCABULARY, PADDED = 60, 64

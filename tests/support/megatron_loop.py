@@ -58,16 +58,9 @@ def script_config(**options):
 
 def set_arguments():
     script.ARGS.__dict__.update(
-        global_batch_size=BATCH,
-        micro_batch_size=1,
-        seq_length=64,
-        train_iters=STEPS,
-        eval_iters=EVALUATIONS,
-        eval_global_batch_size=BATCH,
-        parameters=1000,
-        num_layers=LAYERS,
-        hidden_size=32,
-    )
+        global_batch_size=BATCH, micro_batch_size=1, seq_length=64, train_iters=STEPS, eval_iters=EVALUATIONS,
+        eval_global_batch_size=BATCH, parameters=1000, num_layers=LAYERS, hidden_size=32,
+    )  # fmt: skip
 
 
 def counted(samples):

@@ -77,15 +77,10 @@ def averaged(losses):
 def train_step(forward_step_func, data_iterator, model, optimizer, forward_backward_func):
     args = get_args()
     losses = forward_backward_func(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        decoder_seq_length=None,
-        forward_only=False,
-    )
+        forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+        num_microbatches=get_num_microbatches(), seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=None, forward_only=False,
+    )  # fmt: skip
     optimizer.step()
     return averaged(losses)
 

@@ -108,16 +108,9 @@ def _llama_last():
 
 
 FAMILIES = {
-    "qwen3_next": _qwen3_next,
-    "nemotron_h": _nemotron_h,
-    "mamba2": _mamba2,
-    "gpt_oss": _gpt_oss,
-    "gemma2": _gemma2,
-    "llama4": _llama4,
-    "modernbert": _modernbert,
-    "bert": _bert,
-    "t5": _t5,
-}
+    "qwen3_next": _qwen3_next, "nemotron_h": _nemotron_h, "mamba2": _mamba2, "gpt_oss": _gpt_oss, "gemma2": _gemma2,
+    "llama4": _llama4, "modernbert": _modernbert, "bert": _bert, "t5": _t5,
+}  # fmt: skip
 #: Models whose heads take other labels.
 HEADS = {
     "bert_values": _bert_values,

@@ -46,15 +46,9 @@ def recipe(kind: str, ranks: int, *, tp: int = 1, pp: int = 1, layers_per_stage:
     dtype = "bf16_optimizer" if kind in ("pipeline", "bf16_optimizer") else "bf16"
     number = int(kind[-1]) if kind.startswith("stage") else 1
     return Recipe(
-        stage=number,
-        dp=ranks // (tp * pp),
-        tp=tp,
-        pp=pp,
-        dtype=dtype,
-        per_rank=per_rank,
-        pipeline=kind == "pipeline",
-        info=INFO if tp * pp > 1 else None,
-    )
+        stage=number, dp=ranks // (tp * pp), tp=tp, pp=pp, dtype=dtype, per_rank=per_rank,
+        pipeline=kind == "pipeline", info=INFO if tp * pp > 1 else None,
+    )  # fmt: skip
 
 
 def _groups(prefix: str, layers: range, tp: int) -> list[dict[str, tuple[int, ...]]]:

@@ -108,13 +108,8 @@ DAMAGE = {
     "deleted": (Path.unlink, r"expected [0-9,]+ bytes, found no such file\. Take"),
 }
 FILES = (
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "trainer_state.json",
-    "rng_state.pth",
-    "training_args.bin",
-)
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "training_args.bin",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -156,15 +156,9 @@ def test_bfloat16(sources, tmp_path: Path, config: dict[str, Any], stage: int, t
     """Master weights and states bit-equal; the losses are those of bfloat16 sums in another order."""
     folder, expected = sources(stage, precision="bf16", config=config)
     resume(
-        tmp_path,
-        folder,
-        expected,
-        2,
-        target,
-        precision="bf16",
-        config=config if target == 1 else {},
+        tmp_path, folder, expected, 2, target, precision="bf16", config=config if target == 1 else {},
         losses_within=0.05,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow
