@@ -168,9 +168,6 @@ def test_slots_with_padding_and_the_placeholder_run():
     assert model(**batch.placeholder().to_flattened()).logits.shape == (1, 1, SIZES["vocab_size"])
 
 
-# Plain calls: what sdpa does.
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_training_equals_sdpa(name, side):
@@ -316,9 +313,6 @@ def test_bad_keywords_are_named(change, message):
         keywords["cu_seq_lens_k"] = keywords["cu_seq_lens_q"]
     with pytest.raises(InputError, match=message):
         model(**keywords)
-
-
-# The attention itself, against one block-diagonal mask.
 
 
 def oracle(query, key, value, lengths, window, scale, causal=True):

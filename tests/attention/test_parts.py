@@ -1,7 +1,5 @@
 """Parts that are known to leave a token's neighbours alone, and those of other authors: by what they are."""
 
-from __future__ import annotations
-
 import functools
 import time
 import types

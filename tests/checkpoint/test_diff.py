@@ -1,7 +1,5 @@
 """Differences of two checkpoints, against numpy on the same numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -58,9 +58,6 @@ def test_shards_of_experts_are_refused_from_every_format_that_can_hold_them(writ
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "latest_universal", "safetensors", "universal"]
 
 
-# Bad input: one clear error each, and nothing written
-
-
 EXPERT = "layer_1_expert_5_mp_rank_00_model_states.pt"
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -136,9 +133,6 @@ def test_files_of_other_writers_are_refused_by_name(run, tmp_path, name, content
 def test_empty_optimizer_files_of_old_versions_are_passed_over(run):
     torch.save({"optimizer": None}, run / "expp_rank_0_mp_rank_00_optim_states.pt")
     assert checkpoint.read(run).problems() == []
-
-
-# Other sizes and layouts
 
 
 @pytest.mark.matrix

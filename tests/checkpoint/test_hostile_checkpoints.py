@@ -31,9 +31,6 @@ EXTRAS = {"frozen": {"base": (6, 5)}, "buffers": {"mean": (5,)}}
 RECIPE = Recipe(stage=2, dp=2, groups=[{"embed.weight": (12, 5), "head.weight": (7, 5)}], **EXTRAS)
 
 
-# Classes that are not known
-
-
 class Color(enum.Enum):
     RED = 1
 
@@ -158,9 +155,6 @@ def test_what_is_no_tensor_in_the_module_stays_with_the_model_states(run, tmp_pa
         assert torch.load(path, weights_only=False)["module"]["head._extra_state"] == {"scale": 3}
 
 
-# What a program asks for
-
-
 class Call:
     def __init__(self, function, *args):
         self.call = function, args
@@ -221,9 +215,6 @@ def test_a_description_without_end_is_refused(run, tmp_path):
     endless.append(endless)
     edit(model(run), lambda content: content.update(doubled=endless))
     refused(run, tmp_path / "out", r"a description contains itself, or nests too deeply")
-
-
-# Metadata
 
 
 def in_info(**entries):
@@ -356,9 +347,6 @@ def test_malformed_metadata_of_dcp_is_one_line(run, tmp_path):
         setattr(place, name, before)
         with pytest.raises(CheckpointError, match=rf"{name} is malformed"):
             checkpoint.read(tmp_path / "dcp")
-
-
-# Names
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The manifest of a folder: every file, every block of it, and whatever has changed since."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -1,7 +1,5 @@
 """A manifest beside the files of a checkpoint: every verb compares what lies there with it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of safetensors of which a file, or a tensor of the index, is not there: never half a model without a word."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

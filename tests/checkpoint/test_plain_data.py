@@ -1,7 +1,5 @@
 """What a pickle may name: plain data from a list, and no more; and how long its keys may take."""
 
-from __future__ import annotations
-
 import _io
 import copyreg
 import functools
@@ -167,9 +165,6 @@ def test_a_trainers_files_and_torchs_metadata_are_refused_too(run, tmp_path):
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(CheckpointError, match=r"refused: .*Path\.write_text"):
         checkpoint.read(tmp_path / "dcp")
-
-
-# Keys
 
 
 def doubled(times: int = 60) -> bytes:

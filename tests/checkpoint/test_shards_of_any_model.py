@@ -1,7 +1,5 @@
 """Shards made of models with buffers, without elements, of several dtypes; and what no target can be."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

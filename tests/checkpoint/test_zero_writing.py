@@ -1,7 +1,5 @@
 """Shards that we wrote, loaded by real DeepSpeed's own ``load_checkpoint``: the state bit for bit, the same losses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ullage inspect``, ``convert`` and ``verify`` as a user calls them: what they print, write and exit with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

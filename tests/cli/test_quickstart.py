@@ -1,7 +1,5 @@
 """``ullage quickstart`` on a small model: every layout, real processes, and what an interruption leaves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

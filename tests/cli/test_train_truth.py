@@ -284,9 +284,6 @@ def test_the_sample_of_the_last_lines_is_a_few_words_of_any_script():
     assert sample_of(docstrings, [], tokenizer, None, None) == "Return the "  # type: ignore[arg-type]
 
 
-# Names
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

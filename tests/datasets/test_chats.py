@@ -1,7 +1,5 @@
 """Chats and prompts with completions: the token ids and labels of TRL's own preparation, and what cannot be trained on."""
 
-from __future__ import annotations
-
 import json
 
 import datasets

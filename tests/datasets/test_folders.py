@@ -1,7 +1,5 @@
 """Which files a folder, a repository or a pattern stands for, and the tables that are made of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

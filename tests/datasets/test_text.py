@@ -1,7 +1,5 @@
 """Text files and the docstring corpus: what is read, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

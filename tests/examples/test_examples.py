@@ -1,7 +1,5 @@
 """The numbered examples, run as their first lines say, those that train a little shorter."""
 
-from __future__ import annotations
-
 import os
 import re
 

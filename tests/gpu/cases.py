@@ -4,8 +4,6 @@ Each rank writes ``FOLDER/<rank>.json``: numbers, and the type of the device tha
 on the rank's GPU where torch sees one, else on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Numbers from one device held against those from another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

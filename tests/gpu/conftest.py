@@ -1,7 +1,5 @@
 """What the GPU tests share. They run where torch sees a GPU, or on the CPU with ULLAGE_TEST_DEVICE=cpu."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -8,8 +8,6 @@ Needs nothing but the standard library. The Python that is chosen needs torch an
 a test whose library is missing is skipped and says so. Nothing is installed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

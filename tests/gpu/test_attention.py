@@ -1,7 +1,5 @@
 """Attention on packed rows: every kernel that the device has, and the models above them, against the CPU in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Batches on a device: every form of a RaggedBatch, and everything that to_device moves, as on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

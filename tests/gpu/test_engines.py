@@ -3,8 +3,6 @@
 ``cases.py`` runs a case and writes its numbers; here it runs once as the machine is and once without its GPUs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Models packed by every way, on the device against the same on the CPU, and the audit of them there."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

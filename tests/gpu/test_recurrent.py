@@ -1,7 +1,5 @@
 """Recurrent models on a device against the CPU in float32: cuDNN's kernels, our loops and scans, forward and backward."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

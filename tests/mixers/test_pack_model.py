@@ -1,7 +1,5 @@
 """A packed model: exact, undone, copied, pickled, checkpointed, compiled, adapted, in threads, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -270,9 +268,6 @@ def test_an_encoder_decoder_takes_two_layouts():
     bounds = torch.tensor([0, 2, 7, 11, 16, 17], dtype=torch.int32)
     flat = model(**row, labels=torch.cat(targets)[None], decoder_cu_seq_lens_q=bounds)
     assert torch.equal(flat.logits, nested.logits)
-
-
-# What is refused.
 
 
 def test_a_model_whose_sequences_compete_is_refused_with_the_path():

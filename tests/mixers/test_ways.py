@@ -1,7 +1,5 @@
 """The way that a model gets: sure without a proof, native only where all parts are known, and what a proof may try."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -39,9 +37,6 @@ def difference(model):
 def made(make):
     torch.manual_seed(0)
     return make().eval()
-
-
-# Models of one's own.
 
 
 @pytest.mark.regression
@@ -120,9 +115,6 @@ def test_a_pool_put_into_a_hybrid_ends_its_certainty():
     assert ways_of(model).sure.kind == "whole"
 
 
-# Hooks and functions put in the place of others.
-
-
 def test_a_hook_within_the_backbone_gets_sequences_as_rows():
     model = made(lambda: LlamaForCausalLM(llama_config()))
     model.model.layers[0].register_forward_hook(lambda module, given, rows: rows + rows.cumsum(1))
@@ -166,9 +158,6 @@ def test_an_attention_of_another_author_is_not_replaced():
             assert torch.allclose(model(**packed_row(labelled=False)).logits[0], expected, atol=1e-5)
 
 
-# Models that name the lengths.
-
-
 class Naming(nn.Module):
     """Sums each sequence by its lengths."""
 
@@ -192,9 +181,6 @@ def test_statistics_over_the_row_are_refused_whatever_the_forward_names():
         ways_of(Naming(nn.BatchNorm1d(4)))
     with pytest.raises(CompetingSequences, match="norm"):
         pack_model(Naming(nn.BatchNorm1d(4)))
-
-
-# Wrappers that change nothing.
 
 
 def adapted(**settings):

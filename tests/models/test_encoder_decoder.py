@@ -1,7 +1,5 @@
 """The encoder-decoder: saved and loaded through the Auto classes, resized, and what it says about bad input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

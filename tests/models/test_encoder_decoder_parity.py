@@ -1,7 +1,5 @@
 """A ragged batch through the encoder-decoder equals its pairs run one by one, whichever way they come in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

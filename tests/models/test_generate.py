@@ -1,7 +1,5 @@
 """generate() of decoders and encoder-decoders: beams against all continuations, batches against single prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import Any
@@ -140,9 +138,6 @@ def test_sampling_follows_the_model() -> None:
     assert expected.max() < 0.98
 
 
-# Beam search against all continuations.
-
-
 def _continuations(vocab_size: int, steps: int, end: int | None) -> Iterator[tuple[int, ...]]:
     """Every text of ``steps`` tokens, or of fewer that ends with ``end``."""
     for text in product(range(vocab_size), repeat=steps):
@@ -210,9 +205,6 @@ def test_without_an_end_beams_fill_the_length(kind: str) -> None:
         prompt[None], attention_mask=torch.ones(1, 3), num_beams=vocabulary**2, max_new_tokens=steps, do_sample=False
     )
     assert tuple(rows[0, -steps:].tolist()) == best
-
-
-# Ways in.
 
 
 def _ways(prompts: list[Tensor]) -> dict[str, dict[str, Any]]:
@@ -317,9 +309,6 @@ def test_alignments_come_along(num_beams: int) -> None:
         assert not step[0, ..., len(prompts[0]) :].any()
 
 
-# A state to go on from.
-
-
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_given_state_is_gone_on_from(cell: str, num_beams: int) -> None:
@@ -379,9 +368,6 @@ def test_going_on_again_and_again_equals_going_on_once() -> None:
             step = model.generate(rows, past_key_values=state, max_new_tokens=new, **how)
             rows, state = step.sequences, step.past_key_values
         assert torch.equal(rows, long)
-
-
-# What is refused.
 
 
 class _Colliding(GRUCell):

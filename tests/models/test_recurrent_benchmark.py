@@ -1,7 +1,5 @@
 """The recurrent benchmark runs, its ways agree, and what it writes adds up. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

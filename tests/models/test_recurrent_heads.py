@@ -1,7 +1,5 @@
 """Recurrent classifiers and cells of one's own: losses by kind of problem, saved, loaded, checkpointed, compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Classifiers and the bare backbone: a ragged batch equals its sequences one by one, in every way, cell and direction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent models: saved and loaded through the Auto classes, and what they say about input they cannot use."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A ragged batch through a recurrent model equals its sequences run one by one, whichever way they come in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

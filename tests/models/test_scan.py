@@ -1,7 +1,5 @@
 """The parallel scan against a loop over time: any lengths, any states, decays that vanish and decays that hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The run order of a recurrent layer: each token has one place, no cut is wasteful, and every way back is exact."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import numpy as np

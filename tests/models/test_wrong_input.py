@@ -1,7 +1,5 @@
 """What recurrent models and their configurations say about input that they cannot use, each in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

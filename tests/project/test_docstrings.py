@@ -1,7 +1,5 @@
 """Every example in a docstring of the library is run and says what it prints."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 

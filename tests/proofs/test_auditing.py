@@ -1,7 +1,5 @@
 """The audit finds every leak that is planted, and nothing where there is none."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -66,8 +64,6 @@ def test_a_model_that_was_packed_before_stays_packed_in_its_modes(model_type):
 
 
 # Leaks planted on purpose; those within a model are in test_leaks.py.
-
-
 def plant_a_mixer_unwrapped(monkeypatch):
     put_in = forwards.PartForward.put_in
     monkeypatch.setattr(
@@ -141,9 +137,6 @@ def test_a_planted_leak_is_found(plant, monkeypatch):
     assert max(check.value for check in report.checks if not check.passed) > 1e-3, report
 
 
-# What it says of others' models.
-
-
 def test_plain_transformers_with_positions_is_told_from_plain_transformers_without():
     model = tiny_model("llama", "causal", attn_implementation="eager")
     with_positions = audit(model, pack=False)
@@ -195,9 +188,6 @@ def test_a_sample_of_all_types_says_what_the_committed_table_says():
 def test_every_type_is_in_the_committed_table():
     sections = committed_table()
     assert [(kind, name) for kind, name in entries() if f"\n| {name} | " not in sections[kind]] == []
-
-
-# The command.
 
 
 def test_the_command_says_it_in_json_and_by_its_status():

@@ -1,7 +1,5 @@
 """Planted faults of the kinds that an audit in evaluation mode on short rows does not see, and exact models like them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

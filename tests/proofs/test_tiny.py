@@ -1,7 +1,5 @@
 """Tiny models of transformers' text types: what they hold, what their seed fixes, and which types are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedConfig

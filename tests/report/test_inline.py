@@ -136,9 +136,6 @@ def test_without_jinja2_a_notebook_prints_the_line(monkeypatch, tmp_path):
     assert not target.exists()
 
 
-# The page.
-
-
 #: Options of the command line, by the arguments of ``plan`` that they are.
 _OPTIONS = {"cost": ("--linear", 3, "--quadratic", 2)}
 

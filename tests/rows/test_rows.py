@@ -1,7 +1,5 @@
 """Rows in other places: each way undoes the other, and gradients are those of an index_select and an index_copy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Strategies that sit on boundaries on purpose: exactly empty, exactly padded, exactly at capacity, and one beside."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 

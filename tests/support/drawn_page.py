@@ -1,7 +1,5 @@
 """What a page or a drawing of ours holds: tags that are closed in order, and nothing that would be fetched."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from typing import NamedTuple
 

@@ -76,9 +76,6 @@ def sub_topology(size, rank, group, ranks):
     return Topology(dp=Axis("dp", size, ranks.index(rank), tuple(ranks), group))
 
 
-# The steps, alone.
-
-
 def exchange_in_worlds(rank, world):
     """Every world size up to ``world``, ranks in any order, uneven shares: each token arrives once, where planned."""
     done = 0
@@ -250,9 +247,6 @@ def share_cases(rank, world):
         assert [batch.names for batch in none] == [()] * len(want)
         assert share([] if rank == source else None, Axis.world(), source) == []
     return True
-
-
-# The iterator.
 
 
 def packed(source, topology, **options):
@@ -427,9 +421,6 @@ def two_at_once(rank, world):
     return sums
 
 
-# Whole topologies.
-
-
 def mesh_of(world, sizes, seed):
     """A mesh over the world's ranks in an order of its own."""
     ranks = torch.from_numpy(np.random.default_rng(seed).permutation(world)).view(*sizes.values())
@@ -527,9 +518,6 @@ def bad_topologies(rank, world):
     return raised
 
 
-# Death.
-
-
 def stalls(rank, world, victim, seconds):
     """One rank's reader does not come back for a while: what the others raise, and after how long."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
@@ -571,9 +559,6 @@ def dies(rank, world, folder, victim, step_of_death):
     except ullage.UllageError as error:
         return f"{type(error).__name__}: {error}", len(steps), time.monotonic() - started
     return None, len(steps), 0.0
-
-
-# Memory that ranks of one machine share.
 
 
 def with_and_without_shared_memory(rank, world):

@@ -3,8 +3,6 @@
 A tree is a dict of sources by module name, so that the tests of the rules can plant a violation.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from pathlib import Path

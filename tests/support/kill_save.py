@@ -1,7 +1,5 @@
 """Runs that are killed while a checkpoint is written in the background, and what is left to go on from."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -64,8 +64,6 @@ class Bounds:
 
 
 # What leaks: functions of a row [1, T, width] that let tokens of one sequence see those of another.
-
-
 def _attention(x: Tensor, by: SimpleNamespace) -> Tensor:
     weights = (x @ x.transpose(1, 2) / x.shape[-1] ** 0.5).softmax(-1)
     return weights @ x
@@ -258,9 +256,6 @@ class Leaking(nn.Module):
         return x + self.effect(x.detach() if leak.through == "forward" else x)
 
 
-# The models that leaks are planted in.
-
-
 class OwnConfig(hf.PretrainedConfig):
     model_type = "own_tokens"
 
@@ -384,9 +379,6 @@ def put_around(model: Any, base: str, place: str, clothes: str, around: Callable
     kind = type(clothes, (Part,), {"__module__": "modeling_own"})
     parent, _, last = path.rpartition(".")
     setattr(model.get_submodule(parent), last, kind(inner, around(width)))
-
-
-# Exact models in the same clothes.
 
 
 class Exact(nn.Module):

@@ -1,7 +1,5 @@
 """Locks of torch's folder of extensions that a killed test has left: the next one would wait for them forever."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@ Of every matrix a third is kept (``matrix(keep=0.5)``: half), drawn by the seed 
 ``--matrix-seed``, by default the commit's, so that one commit always runs the same cases and the next one others.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import subprocess

@@ -8,8 +8,6 @@ in the stream's order, but gloo reads the memory whenever the receiver is ready.
 Checked with megatron-core 0.16.1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ megatron-core 0.16.1 applies rotary positions by the model's context-parallel gr
 group of its own (``PackedSeqParams.cp_group``); :class:`PackedSelfAttention` gives it that group for the call.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import lru_cache
 from typing import Any, cast

@@ -5,8 +5,6 @@ type), ``frozen`` (the first layer's experts are not trained), ``zero`` and ``ot
 Routing drops no token and draws nothing, so that losses do not depend on how tokens are dealt to the ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

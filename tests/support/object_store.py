@@ -8,8 +8,6 @@ of a body whose length is announced whole. What the server holds outlives its cl
 its first line of output is its port.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import socket

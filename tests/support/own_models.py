@@ -1,7 +1,5 @@
 """Models of a user's own in which tokens meet outside of attention, tiny: each leaks on a packed row that it takes whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, BertPreTrainedModel, LlamaConfig, LlamaForCausalLM

@@ -4,8 +4,6 @@ A block is Python, shell, a file's text (YAML, JSON), a change (diff) or, withou
 before it. ``<!-- not run: WHY -->`` in the line before a block keeps it from being run; it does not show on the page.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

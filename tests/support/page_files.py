@@ -1,7 +1,5 @@
 """The files that shell blocks of pages name, made small and by the real code, and where the blocks run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ The checkpoints are of ``real_zero``: real DeepSpeed code wrote them, a value in
 name, and a sentinel in the padding.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

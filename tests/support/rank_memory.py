@@ -1,7 +1,5 @@
 """Bytes that a rank holds of a model and its optimizer, counted from the tensors themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ of DeepSpeed's own flat buffer (the address of the parameter in it), not from an
 The writer runs in a fork of the tests' server, and each rank in a fork of that, so no state leaks into the test.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

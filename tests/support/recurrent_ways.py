@@ -3,8 +3,6 @@
 A way gives the keywords, and how to find the real tokens' values [T, ...] in what the model puts out by token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

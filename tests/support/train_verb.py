@@ -1,7 +1,5 @@
 """``ullage train`` in this process, and what its runs leave behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank of a Hugging Face Trainer under DeepSpeed, for tests that resume it from a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ layers; tensor-parallel ranks cut column-parallel weights along dimension 0, row
 hold norms alike, as the patterns of ``universal_checkpoint_info`` say.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 weights and moments of every parameter under their names in the whole model.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

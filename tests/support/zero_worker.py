@@ -5,8 +5,6 @@ imports. They talk over gloo on the loopback. Every rank of a run gets the same 
 ``job.results``.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import traceback

@@ -101,8 +101,6 @@ def test_the_command_line_takes_a_number_or_auto(tmp_path, flag, value):
 
 
 # Trainers. Memory is made up, so that the numbers do not depend on the process.
-
-
 @pytest.fixture
 def room(monkeypatch):
     """Sets how much a rank may take beside what it holds, in bytes; a run takes 8 KiB per token of its row."""
@@ -250,8 +248,6 @@ def test_evaluation_before_a_capacity_is_found(tmp_path, room):
 
 
 # Ranks that find one together, and what a process holds that trains with one it has found.
-
-
 STAGES = (0, 3)
 
 

@@ -226,9 +226,6 @@ def test_adapters_of_the_head(adapters):
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
-# The Trainer.
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """Grows with every loss that runs in chunks."""
@@ -307,9 +304,6 @@ def test_gradient_checkpointing_and_a_frozen_body(tmp_path, seen):
         norms += [norm for (norm,) in logged(trainer, "grad_norm")]
     assert norms[2:] == pytest.approx(norms[:2], rel=1e-5)
     assert seen
-
-
-# Under DDP and ZeRO, and the memory that head and loss take.
 
 
 ARRIVAL = {"packing_plan_strategy": "next_fit", "max_steps": 3}

@@ -108,9 +108,6 @@ def test_what_we_cannot_read_is_left_to_deepspeed_and_refused_without_it(written
         conversion_for(torn, ZeroConfig(0, 1))
 
 
-# Which checkpoint is resumed, and what is refused before any engine is touched.
-
-
 def folder_with(path: Path, **pointers: str) -> Path:
     for name, tag in pointers.items():
         (path / name).write_text(tag + "\n")

@@ -232,9 +232,6 @@ def test_a_collator_without_lengths_is_named_where_the_trainer_draws(tmp_path):
             trainer.train()
 
 
-# Rows that were packed ahead.
-
-
 def rows_of(samples):
     fields = {name: [sample[name] for sample in samples] for name in ("input_ids", "labels")}
     return pack_dataset(datasets.Dataset.from_dict(fields), 128)

@@ -126,9 +126,6 @@ def test_the_files_of_a_full_state_dict_are_a_checkpoint(tmp_path):
     assert state_notes(tmp_path) == []
 
 
-# Real processes.
-
-
 def assert_equal(result, alone, first=0):
     assert "error" not in result, result
     assert result["sharded"]

@@ -98,9 +98,6 @@ def close(one, other, rel=1e-5):
     return [pytest.approx(pair, rel=rel) for pair in one] == other
 
 
-# Where labels are shifted.
-
-
 @pytest.mark.parametrize(
     ("kind", "shifts", "divides"),
     [
@@ -198,9 +195,6 @@ def test_an_auxiliary_loss_that_smoothing_leaves_out_is_not_weighed(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-# Means and sums without packing.
-
-
 def with_labels(samples):
     return [{**sample, "labels": sample["input_ids"]} for sample in samples]
 
@@ -229,9 +223,6 @@ def test_accumulated_batches_are_one_batch_whatever_the_model_does_with_the_coun
         )
     ]
     assert close(runs[0], runs[1])
-
-
-# Losses of one's own under packing.
 
 
 def packed_and_not(name, folder, **options):
@@ -351,9 +342,6 @@ def test_a_mean_over_nothing_harms_nothing(tmp_path):
         for packing in ({}, {"packing_capacity": 14, "packing_plan_strategy": "next_fit"})
     ]
     assert close(runs[0], runs[1])
-
-
-# A function in the place of the model's loss.
 
 
 def mean_of(outputs, labels, **kwargs):

@@ -166,8 +166,6 @@ def test_flattened_batches_of_others_know_what_padding_would_have_been():
 
 
 # Trackers get the metrics of docs/training.md by the names of docs/report.md, with the values of the log.
-
-
 TRACKED = [{"input_ids": [3] * n, "labels": [3] * n} for n in (9, 1, 12, 30)]
 #: A packed run that leaves a sequence out and has a peak: every metric of one process.
 OPTIONS = {"packing_capacity": 12, "packing_oversize": "drop", "packing_peak_flops": 1e5}

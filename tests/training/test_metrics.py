@@ -130,9 +130,6 @@ def test_several_datasets_have_metrics_of_their_own(tmp_path):
     json.dumps(metrics)
 
 
-# What the Trainer does with a metric.
-
-
 def next_token_accuracy(given):
     hits = [guess[:-1] == label[1:] for guess, label in zip(given.predictions, given.label_ids)]
     return {"accuracy": np.concatenate(hits).mean()}

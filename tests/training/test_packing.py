@@ -131,9 +131,6 @@ def test_of_a_stream_the_place_in_the_batch_is_told(tmp_path):
         packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=samples).train()
 
 
-# What is dropped or truncated.
-
-
 def padded_reference(folder, samples, **options):
     """transformers' own Trainer on padded batches: losses and gradient norms."""
     arguments = quiet(
@@ -279,8 +276,6 @@ def test_questions_with_several_choices_are_told_apart_from_sequences(tmp_path):
 
 
 # NEFTune's noise in rows that hold several sequences: each has the bound of its own length.
-
-
 ALPHA = 5.0
 
 

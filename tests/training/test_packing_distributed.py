@@ -145,9 +145,6 @@ def test_what_no_label_counts_in_and_what_is_truncated_is_the_same_on_one_proces
     assert_left_out_alike(tmp_path, "truncated", MORE_CASES, more)
 
 
-# A rank whose data end first.
-
-
 def test_the_ranks_that_still_have_samples_fill_the_step(pair):
     """Shards of 6 and 17: every sample once, and only the last step is short."""
     first, second = pair["stream"]

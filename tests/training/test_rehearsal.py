@@ -147,9 +147,6 @@ def test_a_stream_is_not_consumed(tmp_path):
     assert [entry["eval_number"] for entry in trainer.state.log_history if "eval_number" in entry] == [8]
 
 
-# Without labels.
-
-
 class Answering(Trainer):
     """The evaluation of transformers' ``trainer_qa.py``: features without labels, metrics by its own means."""
 

@@ -85,9 +85,6 @@ def test_a_model_is_saved_file_by_file_and_others_files_stay(tmp_path):
     assert names(tmp_path / "else") == ["model.safetensors", "training_args.bin"]
 
 
-# Damage
-
-
 def flip(path: Path) -> None:
     """One bit in the middle."""
     with open(path, "r+b") as stream:
@@ -265,9 +262,6 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path):
     assert all(line.endswith("Make room, or give a folder that can be written to; what was there before is as it was")
                for line in said)  # fmt: skip
     assert examine(tmp_path / "checkpoint-2").damage == ()
-
-
-# The end of a run
 
 
 def test_no_step_is_trained_where_none_is_left(tmp_path):

@@ -157,9 +157,6 @@ def test_a_decoder_alone_comes_back_without_the_padding_of_its_prompts(tmp_path:
         assert row.tolist() == sample["input_ids"] + (new[: new.index(2) + 1] if 2 in new else new)
 
 
-# The collator.
-
-
 def test_sources_and_targets_keep_their_own_lengths() -> None:
     batch: Any = Seq2SeqCollator()([{**sample, "weight": float(i)} for i, sample in enumerate(_samples())])
     assert batch.layout.lengths.tolist() == [source for source, _ in LENGTHS]

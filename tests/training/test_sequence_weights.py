@@ -53,9 +53,6 @@ def by_hand(model, samples, weights):
     return float(sum(w * mean for (w, _), mean in zip(pairs, means)) / sum(w for w, _ in pairs))
 
 
-# The loss.
-
-
 def test_weights_come_from_a_field_of_a_list_and_of_a_table_and_the_model_never_sees_them(tmp_path):
     expected = by_hand(llama(), WEIGHED, [sample["weight"] for sample in WEIGHED])
     for samples in (WEIGHED, datasets.Dataset.from_list(WEIGHED)):
@@ -155,9 +152,6 @@ def test_a_weighted_cross_entropy_is_computed_in_float32_at_least():
     found = weighted_cross_entropy(logits, labels, weights)
     assert found.dtype == torch.float32
     assert float(found) == pytest.approx(float(cross_entropy(logits.float(), labels)), rel=1e-6)
-
-
-# What is refused.
 
 
 class Undivided(Trainer):

@@ -217,8 +217,6 @@ def test_the_next_save_keeps_the_only_copy_of_the_one_before(tmp_path):
 
 
 # By several ranks, on machines that share a disk and on machines that do not.
-
-
 WORLD = 3
 
 

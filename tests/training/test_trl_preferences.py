@@ -58,9 +58,6 @@ def same(found, wanted):
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-# Sequences of a collated batch, and back.
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9), st.integers(1, 3), st.data())
 def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
@@ -152,9 +149,6 @@ def test_a_microbatch_of_rollouts_weighs_as_its_loss_divides(share):
     step = SimpleNamespace(microbatches=parts, plan=SimpleNamespace(order=np.arange(3)))
     expected = {"sequences": [2 / 3, 1 / 3], "tokens": [1.0, 0.0], "count": [1.0, 1.0]}[share]
     assert loss.shares(step) == pytest.approx(expected)
-
-
-# TRL's own losses.
 
 
 def assert_same(found, wanted, *, evaluates=True):

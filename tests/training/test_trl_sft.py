@@ -247,8 +247,6 @@ def test_a_fresh_dataset_is_prepared_for_evaluation(tmp_path):
 
 
 # Unpacked: what TRL's trainers do by themselves stays theirs, to the digit.
-
-
 def mixed(trainer):
     return type(f"Ragged{trainer.__name__}", (RaggedTrainerMixin, trainer), {})
 
