@@ -6,17 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import ullage
 from tests.support.own_models import LEAKING
@@ -42,7 +33,7 @@ def causal():
 
 def llama(**options):
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, **options}))
 
 
 class Within(nn.Module):
@@ -97,18 +88,18 @@ MODELS = {
     "bfloat16": lambda: (llama().bfloat16(), causal()),
     "float64": lambda: (llama().double(), causal()),
     "encoder with a head by sequence": lambda: (
-        BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)),
+        hf.BertForSequenceClassification(hf.BertConfig(**SIZES, num_labels=3)),
         [{"input_ids": each, "labels": int(each[0]) % 3} for each in ids()],
     ),
     "encoder-decoder": lambda: (
-        T5ForConditionalGeneration(
-            T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
         ),
         [{"input_ids": each, "labels": each[: 2 + place]} for place, each in enumerate(ids())],
     ),
     "experts": lambda: (
-        MixtralForCausalLM(
-            MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4, output_router_logits=True)
+        hf.MixtralForCausalLM(
+            hf.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4, output_router_logits=True)
         ),
         causal(),
     ),
@@ -169,7 +160,7 @@ def one_token(module, hidden):
 def test_a_token_that_rounding_sends_to_another_expert_is_no_leak_below_float32():
     def experts(change, dtype):
         torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)).to(dtype)
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)).to(dtype)
         layer = model.model.layers[1]
         layer.mlp = Within(layer.mlp, change)
         return model

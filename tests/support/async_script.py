@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.processes import raised
 from tests.support.small_runs import losses, quiet
 from ullage.training import RaggedCollator, Trainer
 from ullage.training.saving.background import Snapshot
@@ -126,11 +127,7 @@ def failing(step: int):
 def failed(folder: Path, kind: str, step: int, **options) -> dict:
     trainer = make(folder, kind, async_save=True, **options)
     with failing(step):
-        try:
-            trainer.train()
-            said = "nothing"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+        said = raised(trainer.train) or "nothing"
     dist.barrier()
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("_"))
     return {"said": said, "step": trainer.state.global_step, "there": names}
@@ -142,10 +139,7 @@ def main() -> None:
     for kind in kinds:
         place = folder / kind.replace(", ", "-")
         if kind == "fsdp, sharded":
-            try:
-                make(place, kind, async_save=True).train()
-            except Exception as error:
-                found[kind] = {"said": f"{type(error).__name__}: {error}"}
+            found[kind] = {"said": raised(make(place, kind, async_save=True).train)}
             continue
         found[kind] = compared(place, kind)
         found[kind]["failed"] = failed(place / "failed", kind, 2)

@@ -30,10 +30,10 @@ def edit(path, change):
     torch.save(content, path)
 
 
-def flip(path, at):
-    """Flip a bit of the byte at ``at``."""
+def flip(path, at=None):
+    """Flip a bit of the byte at ``at``, or of the one in the middle."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
 
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from tests.support import exactness
 from tests.support.packing_script import leave
+from tests.support.small_runs import packed_steps
 
 STEPS, BATCH, CAPACITY = 4, 8, 16
 STRATEGIES = ("balanced", "next_fit")
@@ -76,15 +77,9 @@ def compare(seed, folder):
     )  # fmt: skip
     watch = Compare(run, samples)
     trainer.add_callback(watch)
-    empty, pack = [], trainer._packer.pack
-
-    def counting(batches):
-        packed = pack(batches)
-        empty.append(sum(not len(microbatch) for microbatch in packed.microbatches))
-        return packed
-
-    trainer._packer.pack = counting
+    steps = packed_steps(trainer)
     trainer.train()
+    empty = [sum(not len(microbatch) for microbatch in step.microbatches) for step in steps]
     return {**run, "seed": seed, "differences": watch.found, "empty microbatches": empty}
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ullage
+from tests.support.processes import raised
 from ullage.exchange import PackedIterator, exchange, gather_lengths, materialize, shard, share, unshard
 from ullage.ranks import Axis, Topology
 from ullage.ranks.memory import neighbours
@@ -174,14 +175,10 @@ def failures_of_steps(rank, world):
     """What each rank raises when one rank is at fault, by the name of the fault."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
     culprit = world - 1
-    raised = {}
+    found = {}
 
     def attempt(name, run):
-        try:
-            run()
-            raised[name] = None
-        except ullage.UllageError as error:
-            raised[name] = f"{type(error).__name__}: {error}"
+        found[name] = raised(run)
 
     def broken(change):
         samples = [{"input_ids": torch.arange(5 + i), "mask": torch.ones(5 + i), "id": i} for i in range(4)]
@@ -202,7 +199,7 @@ def failures_of_steps(rank, world):
 
     attempt("nothing", lambda: broken(lambda samples, plan: None))
     attempt("extra field", lambda: broken(with_field("reward", lambda s: 1.0)))
-    raised["dtype"] = dtypes_of_ranks(topology, rank, world)
+    found["dtype"] = dtypes_of_ranks(topology, rank, world)
     attempt("shape", lambda: broken(with_field("mask", lambda s: torch.ones(len(s["mask"]), 2))))
     attempt("unit", lambda: broken(with_field("id", lambda s: s["input_ids"])))
     attempt("no field", lambda: broken(without("mask", range(4))))
@@ -227,7 +224,7 @@ def failures_of_steps(rank, world):
     attempt("share of no such field", lambda: share([batch], Axis.world(), source=culprit, fields=["labels"]))
     got = share([batch] if rank == culprit else None, Axis.world(), source=culprit)
     assert got[0]["input_ids"].tolist() == [1, 2]
-    return raised
+    return found
 
 
 def share_cases(rank, world):
@@ -489,15 +486,12 @@ def out_of_step(rank, world):
     topology = Topology.from_device_mesh(mesh_of(world, {"dp": world // 2, "pp": 2}, seed=1), owners="ends")
     everything = [{"input_ids": torch.arange(1 + i % 7 + topology.pp.rank), "id": i} for i in range(30)]
     with PackedIterator(everything, topology, global_batch_size=8, capacity=32, shared=True) as it:
-        try:
-            next(it)
-        except ullage.UllageError as error:
-            return f"{type(error).__name__}: {error}"
+        return raised(next, it)
 
 
 def bad_topologies(rank, world):
     """Sizes that do not multiply to the world, and coordinates that ranks do not agree on."""
-    raised = []
+    found = []
     iterator = functools.partial(PackedIterator, [{"input_ids": [1]}], global_batch_size=2, capacity=4, shared=True)
     halves = [dist.new_group([r for r in range(world) if r % 2 == k]) for k in range(2)]
     for make in (
@@ -510,12 +504,8 @@ def bad_topologies(rank, world):
         lambda: iterator(Topology.grid(rank, dp=world)),
         lambda: iterator(Topology.from_groups(dp=dist.group.WORLD, owners="every" if rank else "ends")),
     ):
-        try:
-            make()
-            raised.append(None)
-        except ullage.UllageError as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    return raised
+        found.append(raised(make))  # noqa: PERF401
+    return found
 
 
 def stalls(rank, world, victim, seconds):

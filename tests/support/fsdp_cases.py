@@ -18,20 +18,9 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    TrainerCallback,
-)
 
 from tests.support import packing_script, processes
+from tests.support.checkpoints import flip
 from tests.support.launch import full_disk
 from ullage.engines import fsdp
 from ullage.engines.fsdp.optimizer import clip_grad_norm
@@ -53,15 +42,19 @@ def make_model(kind="llama", **options):
             RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
         )
     if kind == "classifier":
-        return LlamaForSequenceClassification(LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL))
+        return transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL)
+        )
     if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options))
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options)
+        )
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}
     if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **options))
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **options))
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **options))
-    return LlamaForCausalLM(LlamaConfig(**options))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
 
 
 def make_samples(count=STEPS * SEQUENCES, longest=50, seed=3):
@@ -168,7 +161,7 @@ def save(rank, world, folder, kind="llama", mesh=(1, 1, 1), stop=3, **options):
     model, optimizer, topology = spread(kind, mesh, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
 
-    class Saves(TrainerCallback):
+    class Saves(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step != stop:
                 return
@@ -239,45 +232,32 @@ def break_it(rank, world, folder, kind, **options):
     """Loads what cannot be loaded; whether the model is as it was."""
     model, optimizer, _ = spread(**options)
     before = whole_state(model, optimizer)
-    try:
-        if kind == "another optimizer":
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-        elif kind == "made before":
-            optimizer = torch.optim.AdamW(make_model().parameters())
-        elif kind == "other groups":
-            optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
-        if kind == "a state":
-            fsdp.load(folder, model, optimizer, missing=optimizer)
-        else:
-            fsdp.load(folder, model, optimizer)
-    except Exception as error:
-        after = whole_state(model, torch.optim.SGD(model.parameters()))
-        kept = all(torch.equal(before[name], value) for name, value in after.items())
-        return {"error": f"{type(error).__name__}: {error}", "kept": kept}
-    return {"error": None}
+    if kind == "another optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    elif kind == "made before":
+        optimizer = torch.optim.AdamW(make_model().parameters())
+    elif kind == "other groups":
+        optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+    state = {"missing": optimizer} if kind == "a state" else {}
+    error = processes.raised(fsdp.load, folder, model, optimizer, **state)
+    after = whole_state(model, torch.optim.SGD(model.parameters()))
+    return {"error": error, "kept": all(torch.equal(before[name], value) for name, value in after.items())}
 
 
 def save_where_one_cannot(rank, world, folder):
     """Rank 1's disk is full, as it seems."""
     model, optimizer, _ = spread(mesh=[world, 1, 1])
     fsdp.save(f"{folder}/kept", model, optimizer)
-    before = sorted(path.name for path in Path(folder, "kept").iterdir())
-    try:
-        with full_disk(full=rank == 1):
-            fsdp.save(f"{folder}/kept", model, optimizer)
-    except Exception as error:
-        after = sorted(path.name for path in Path(folder, "kept").iterdir())
-        fsdp.load(f"{folder}/kept", model, optimizer)
-        return {"error": f"{type(error).__name__}: {error}", "same": before == after}
-    return {"error": None}
+    before = names(f"{folder}/kept")
+    with full_disk(full=rank == 1):
+        error = processes.raised(fsdp.save, f"{folder}/kept", model, optimizer)
+    after = names(f"{folder}/kept")
+    fsdp.load(f"{folder}/kept", model, optimizer)
+    return {"error": error, "same": before == after}
 
 
 def said(action):
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
+    return processes.raised(action) or "saved"
 
 
 def names(folder):
@@ -320,9 +300,7 @@ def name_other_folders(rank, world, folder):
     shard = Path(folder, "one", "__1_0.distcp")
     dist.barrier()
     if rank == 0:
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        flip(shard)
     dist.barrier()
     before = whole_state(model, optimizer)
     damaged = said(lambda: fsdp.load(f"{folder}/one", model, optimizer))

@@ -1,23 +1,15 @@
 """What ``compute_metrics`` gets, from several models and ways of asking; run by torchrun. ``metrics_script.py FOLDER``."""
 
-import json
 import os
 import sys
 
 import numpy as np
 import torch
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DataCollatorForTokenClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-)
+import transformers as hf
 
 from tests.support import story
+from tests.support.packing_script import leave
+from tests.support.processes import raised
 from tests.support.small_runs import quiet
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -29,12 +21,12 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 def bert(kind, **options):
     torch.manual_seed(0)
-    return kind(BertConfig(vocab_size=story.VOCAB, max_position_embeddings=16, **SIZES, **options)).eval()
+    return kind(hf.BertConfig(vocab_size=story.VOCAB, max_position_embeddings=16, **SIZES, **options)).eval()
 
 
 def llama(kind, **options):
     torch.manual_seed(0)
-    return kind(LlamaConfig(vocab_size=story.VOCAB, num_key_value_heads=1, **SIZES, **SPECIAL, **options)).eval()
+    return kind(hf.LlamaConfig(vocab_size=story.VOCAB, num_key_value_heads=1, **SIZES, **SPECIAL, **options)).eval()
 
 
 def recurrent():
@@ -43,12 +35,12 @@ def recurrent():
 
 
 MODELS = {
-    "bert tagger": lambda: bert(BertForTokenClassification, num_labels=5),
-    "llama tagger": lambda: llama(LlamaForTokenClassification, num_labels=5),
-    "packed llama": lambda: llama(LlamaForCausalLM, attn_implementation="ullage"),
+    "bert tagger": lambda: bert(hf.BertForTokenClassification, num_labels=5),
+    "llama tagger": lambda: llama(hf.LlamaForTokenClassification, num_labels=5),
+    "packed llama": lambda: llama(hf.LlamaForCausalLM, attn_implementation="ullage"),
     "recurrent": recurrent,
-    "bert classifier": lambda: bert(BertForSequenceClassification, num_labels=3),
-    "bert answers": lambda: bert(BertForQuestionAnswering),
+    "bert classifier": lambda: bert(hf.BertForSequenceClassification, num_labels=3),
+    "bert answers": lambda: bert(hf.BertForQuestionAnswering),
 }
 
 
@@ -111,7 +103,7 @@ def seen(name, folder, *, batchwise=False, stream=False, **options):
 
 
 def padded_collator():
-    return DataCollatorForTokenClassification(byte_tokenizer(), padding="longest")
+    return hf.DataCollatorForTokenClassification(byte_tokenizer(), padding="longest")
 
 
 def everything(folder):
@@ -151,19 +143,10 @@ def faults(folder):
     said = {}
     for case, (dataset, compute_metrics) in cases.items():
         options = {"samples": dataset, "compute_metrics": compute_metrics, "batch_eval_metrics": True}
-        try:
-            make_trainer("bert tagger", folder, **options).evaluate()
-        except Exception as error:
-            said[case] = f"{type(error).__name__}: {error}"
+        said[case] = raised(make_trainer("bert tagger", folder, **options).evaluate)
     return said
 
 
-def main():
-    folder = sys.argv[1]
-    results = {**everything(folder), "faults": faults(folder)}
-    with open(os.path.join(folder, f"results-{os.environ.get('RANK', 0)}.json"), "w") as file:
-        json.dump(results, file)
-
-
 if __name__ == "__main__":
-    main()
+    folder = sys.argv[1]
+    leave(folder, {**everything(folder), "faults": faults(folder)})

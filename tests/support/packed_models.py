@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from tests.support.packing_script import leave, zero
+from tests.support.small_runs import packed_steps
 from ullage.training import (
     RaggedCollator,
     Seq2SeqCollator,
@@ -192,21 +193,14 @@ def make_trainer(family, folder, *, packed, stage=0, model=None, steps=STEPS[:5]
 def run(family, folder, stage=0, packed=True, **options):
     """Losses and gradient norms of each step, what evaluation found, and the tokens of each packed microbatch."""
     trainer = make_trainer(family, folder, packed=packed, stage=stage, **options)
-    real, pack = [], trainer._packer.pack
-
-    def counting(batches):
-        step = pack(batches)
-        real.append([microbatch.numel() for microbatch in step.microbatches])
-        return step
-
-    trainer._packer.pack = counting
+    steps = packed_steps(trainer)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": [entry["loss"] for entry in logged],
         "norms": [entry["grad_norm"] for entry in logged],
         "eval_loss": trainer.evaluate()["eval_loss"],
-        "real": real,
+        "real": [[microbatch.numel() for microbatch in step.microbatches] for step in steps],
         "padding": [entry["padding_computed"] for entry in logged],
     }
 

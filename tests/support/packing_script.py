@@ -4,24 +4,16 @@ Options are those of the arguments, and ``data``: a name of ``DATA``, by rank. A
 """
 
 import json
-import logging
 import os
 import sys
 
 import datasets
 import torch
+import transformers as hf
 from datasets.distributed import split_dataset_by_node
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    TrainerCallback,
-)
 
 from tests.support import own_losses, story
+from tests.support.small_runs import packed_steps, said_by_ullage
 from ullage.core.errors import UllageError
 from ullage.core.replacing import replaced
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -45,13 +37,13 @@ def make_model(name, **sizes):
     sizes = {**SIZES, **sizes}
     torch.manual_seed(0)
     if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **SPECIAL))
+        return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **sizes, **SPECIAL))
     if name == "mixtral":
         experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-        return MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, **experts, **sizes, **SPECIAL))
+        return hf.MixtralForCausalLM(hf.MixtralConfig(num_key_value_heads=2, **experts, **sizes, **SPECIAL))
     if name == "bert":
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForTokenClassification(BertConfig(num_labels=VOCAB, **quiet, **sizes, **SPECIAL))
+        return hf.BertForTokenClassification(hf.BertConfig(num_labels=VOCAB, **quiet, **sizes, **SPECIAL))
     return RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCAB, hidden_size=32, **SPECIAL))
 
 
@@ -109,7 +101,7 @@ DATA = {
 }
 
 
-class Watch(TrainerCallback):
+class Watch(hf.TrainerCallback):
     """Asks to stop on rank 1, after the first step; notes what was agreed before each step."""
 
     def __init__(self):
@@ -160,36 +152,19 @@ def run(name, folder, stage=0, resume=None, **options):
     watch = Watch()
     watch.trainer = trainer
     trainer.add_callback(watch)
-    real, planned, lengths, pack = [], [], [], trainer._packer.pack
-
-    def counting(batches):
-        packed = pack(batches)
-        real.append(sum(len(microbatch) > 0 for microbatch in packed.microbatches))
-        planned.append(packed.plan.num_microbatches)
-        lengths.append(packed.plan.original_lengths.tolist())
-        return packed
-
-    trainer._packer.pack = counting
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ullage").addHandler(handler)
-    in_chunks, loss = [], HeadCall.loss
+    in_chunks, loss, steps = [], HeadCall.loss, packed_steps(trainer)
     counted = replaced(HeadCall, "loss", lambda call, *rest: in_chunks.append(1) or loss(call, *rest))
-    try:
-        with counted:
-            metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
-    finally:
-        logging.getLogger("ullage").removeHandler(handler)
+    with counted, said_by_ullage() as said:
+        metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": [entry["loss"] for entry in logged],
         "norms": [entry["grad_norm"] for entry in logged],
         "eval_loss": trainer.evaluate()["eval_loss"],
-        "real": real,
-        "planned": planned,
+        "real": [sum(len(microbatch) > 0 for microbatch in step.microbatches) for step in steps],
+        "planned": [step.plan.num_microbatches for step in steps],
         "in chunks": len(in_chunks),
-        "lengths": lengths,
+        "lengths": [step.plan.original_lengths.tolist() for step in steps],
         "watched": sorted(logged[0]),
         "metrics": metrics,
         "said": said,
@@ -208,8 +183,7 @@ def run_or_fail(name, folder, stage, **options):
 
 def main():
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    results = [run_or_fail(name, folder, stage, **options) for name, stage, options in cases]
-    leave(folder, results)
+    leave(folder, [run_or_fail(name, folder, stage, **options) for name, stage, options in cases])
 
 
 def leave(folder, results):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.support import real_zero
+from tests.support.processes import raised
 from tests.support.real_zero import Recipe, Truth
 from tests.support.zero_worker import Job, launch
 
@@ -136,11 +137,7 @@ def load_damaged(job: Job, rank: int) -> dict[str, dict[str, Any]]:
     for place in sorted(p for p in job.load_from.iterdir() if p.is_dir()):
         flats = [flat for flat, _ in real_zero._partitions(engine.optimizer, here, rank)]
         before = [flat.detach().clone() for flat in flats]
-        error = ""
-        try:
-            load_checkpoint(engine, place)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        error = raised(load_checkpoint, engine, place) or ""
         same = all(torch.equal(a, b) for a, b in zip(before, flats, strict=True))
         said[place.name] = {"error": error, "untouched": same}
     return said

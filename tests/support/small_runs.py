@@ -1,6 +1,8 @@
 """Small runs of a Trainer: their arguments, what they logged, and what a script's ranks wrote."""
 
+import contextlib
 import json
+import logging
 
 from tests.support.launch import torchrun
 from ullage.training import TrainingArguments
@@ -20,6 +22,25 @@ def logged(trainer, *names):
 
 def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def packed_steps(trainer):
+    """What the trainer packs, step by step: a list that grows while it trains."""
+    steps, pack = [], trainer._packer.pack
+    trainer._packer.pack = lambda batches: steps.append(pack(batches)) or steps[-1]
+    return steps
+
+
+@contextlib.contextmanager
+def said_by_ullage():
+    """The lines that ullage logs within."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ullage").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("ullage").removeHandler(handler)
 
 
 def on_ranks(number, script, folder, cases, **options):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from tests.support.checkpoints import flip
+from tests.support.processes import raised
 from tests.support.zero_worker import FEATURES, GLOBAL_BATCH, Job, build, config
 
 
@@ -93,12 +95,6 @@ FILES = (
 )
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {"flipped": flip, "cut": lambda path: os.truncate(path, path.stat().st_size // 2), "deleted": Path.unlink}
 
 
@@ -125,11 +121,8 @@ def damage(job: Job, rank: int) -> dict[str, Any]:
     said = {}
     for name, kind in zip(FILES, [*DAMAGE, *DAMAGE], strict=True):
         folder = copy(f"{kind}-{name}", "checkpoint-5", lambda folder: DAMAGE[kind](folder / "checkpoint-4" / name))  # noqa: B023
-        try:
-            make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-            said[name, kind] = "trained"
-        except Exception as error:
-            said[name, kind] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
+        error = raised(make(folder).train, resume_from_checkpoint=str(folder / "checkpoint-4"))
+        said[name, kind] = (error or "trained").replace(str(folder), "RUN")
     bare = make(copy("bare", "checkpoint-5", lambda folder: flip(folder / "checkpoint-4" / FILES[1])))
     bare.train(resume_from_checkpoint=True)
     last = make(copy("last", "nothing", lambda folder: None))

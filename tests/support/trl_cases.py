@@ -11,24 +11,14 @@ from dataclasses import dataclass
 import datasets
 import torch
 import torch.distributed as dist
+import transformers as hf
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
 
 import ullage
-from tests.support.packing_script import zero
+from tests.support.packing_script import leave, zero
+from tests.support.small_runs import packed_steps
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 datasets.disable_progress_bars()
@@ -45,19 +35,19 @@ def tokenizer():
     own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=own, **special)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=own, **special)
 
 
-def model(kind=LlamaForCausalLM, seed=0, **options):
+def model(kind=hf.LlamaForCausalLM, seed=0, **options):
     torch.manual_seed(seed)
-    return kind(LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options))
+    return kind(hf.LlamaConfig(vocab_size=44, **SIZES, **SPECIAL, **options))
 
 
 def mixtral():
     torch.manual_seed(0)
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
     experts["experts_implementation"] = "eager"  # the only one in float64
-    return MixtralForCausalLM(MixtralConfig(vocab_size=44, num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
+    return hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=44, num_key_value_heads=2, **experts, **SIZES, **SPECIAL))
 
 
 def falcon_h1():
@@ -65,7 +55,7 @@ def falcon_h1():
     torch.manual_seed(0)
     scan = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
     more = {"mamba_chunk_size": 8, "head_dim": 8, "num_key_value_heads": 2, "lm_head_multiplier": 0.5}
-    return FalconH1ForCausalLM(FalconH1Config(vocab_size=44, **scan, **more, **SIZES, **SPECIAL))
+    return hf.FalconH1ForCausalLM(hf.FalconH1Config(vocab_size=44, **scan, **more, **SIZES, **SPECIAL))
 
 
 def gemma2():
@@ -73,8 +63,8 @@ def gemma2():
     torch.manual_seed(0)
     caps = {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.1}
     more = {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8}
-    return Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=44, **{**SIZES, "num_hidden_layers": 2}, **SPECIAL, **caps, **more)
+    return hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(vocab_size=44, **{**SIZES, "num_hidden_layers": 2}, **SPECIAL, **caps, **more)
     )
 
 
@@ -145,7 +135,7 @@ def outcome(trainer):
     return logged, numbers(trainer.evaluate())
 
 
-class Gradients(TrainerCallback):
+class Gradients(hf.TrainerCallback):
     """Those of the first step, before they are clipped."""
 
     def __init__(self):
@@ -196,16 +186,9 @@ def run(name, folder, own=False, hand=False, **options):
     :func:`by_hand`, as the largest difference.
     """
     trainer = make_sft(name, folder, **options)
-    steps, pack, gradients = [], trainer._packer.pack, Gradients()
+    steps, gradients = packed_steps(trainer), Gradients()
     if hand:
         trainer.add_callback(gradients)
-
-    def noting(batches):
-        packed = pack(batches)
-        steps.append(packed.microbatches)
-        return packed
-
-    trainer._packer.pack = noting
     if own:
         compute = trainer._loss_rule.compute
 
@@ -216,6 +199,7 @@ def run(name, folder, own=False, hand=False, **options):
 
         trainer._loss_rule.compute = computing
     logged, evaluated = outcome(trainer)
+    steps = [step.microbatches for step in steps]
     sequences = [[len(microbatch) for microbatch in step] for step in steps]
     weights = sum(float(parameter.detach().abs().sum()) for parameter in trainer.model.parameters())
     tokens = [[microbatch.numel() for microbatch in step] for step in steps]
@@ -230,6 +214,4 @@ def run(name, folder, own=False, hand=False, **options):
 
 if __name__ == "__main__":
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    results = {case: run(name, folder, **options) for case, (name, options) in cases.items()}
-    with open(f"{folder}/results{os.environ['RANK']}.json", "w") as file:
-        json.dump(results, file)
+    leave(folder, {case: run(name, folder, **options) for case, (name, options) in cases.items()})

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForSequenceClassification
 
 from tests.support.packing_script import zero
-from tests.support.small_runs import quiet
+from tests.support.small_runs import packed_steps, quiet
 from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
@@ -117,16 +117,7 @@ def build(name, folder, *, capacity=None, lora=False, stage=0, **options):
 
 def outcome(trainer, *, evaluates=True):
     """What a run logs by step, its evaluation, and the weights after it."""
-    microbatches = []
-    if trainer._packer.options is not None:
-        pack = trainer._packer.pack
-
-        def counted(batches):
-            packed = pack(batches)
-            microbatches.append([len(each) for each in packed.microbatches])
-            return packed
-
-        trainer._packer.pack = counted
+    steps = packed_steps(trainer) if trainer._packer.options is not None else []
     trainer.train()
     logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
     weights = sum(float(each.detach().double().square().sum()) for each in trainer.model.parameters())
@@ -134,7 +125,7 @@ def outcome(trainer, *, evaluates=True):
         "logged": logged,
         "eval": numbers(trainer.evaluate()) if evaluates else {},
         "weights": math.sqrt(weights),
-        "microbatches": microbatches,
+        "microbatches": [[len(each) for each in step.microbatches] for step in steps],
     }
 
 

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from tests.support import own_models, packing_script
-from tests.support.small_runs import losses, quiet
+from tests.support.small_runs import losses, quiet, said_by_ullage
 from ullage.core.errors import UllageError
 from ullage.training import RaggedCollator, Trainer
 
@@ -80,17 +80,12 @@ def train(folder, engine, name, verify):
 
 
 def run(folder, engine, name, verify):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ullage").addHandler(handler)
     logging.getLogger("ullage").setLevel(logging.INFO)
     try:
-        return {**train(folder, engine, name, verify), "said": said}
+        with said_by_ullage() as said:
+            return {**train(folder, engine, name, verify), "said": said}
     except UllageError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    finally:
-        logging.getLogger("ullage").removeHandler(handler)
 
 
 def main():

@@ -4,22 +4,9 @@ import pytest
 import torch
 import transformers as hf
 from torch.nn.functional import cross_entropy
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from tests.support import own_losses, packed_models, packing_script
-from tests.support.small_runs import logged, losses, quiet
+from tests.support.small_runs import logged, losses, packed_steps, quiet
 from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
@@ -36,18 +23,18 @@ LENGTHS = (9, 3, 14, 1, 6, 11)
 SAMPLES = [{"input_ids": [(i * 5 + k) % 20 + 3 for k in range(n)]} for i, n in enumerate(LENGTHS)]
 
 
-class Renamed(LlamaForCausalLM):
+class Renamed(hf.LlamaForCausalLM):
     """One whose name tells nothing, and whose forward is its base's."""
 
 
-class Extended(LlamaForCausalLM):
+class Extended(hf.LlamaForCausalLM):
     """One that hands on to its base."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
 
 
-class OwnForCausalLM(LlamaForCausalLM):
+class OwnForCausalLM(hf.LlamaForCausalLM):
     """One that computes a loss of its own, of which nothing is known but its name."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
@@ -60,22 +47,22 @@ def make(kind, **options):
         return kind(RecurrentConfig(cell="gru", **{"vocab_size": 23, "hidden_size": 8, **options}))
     if kind is RecurrentEncoderDecoder:
         return kind(RecurrentEncoderDecoderConfig(vocab_size=23, hidden_size=8, pad_token_id=0, bos_token_id=1))
-    if issubclass(kind, LlamaForCausalLM):
-        return kind(LlamaConfig(**SIZES))
-    if kind is GPT2LMHeadModel:
+    if issubclass(kind, hf.LlamaForCausalLM):
+        return kind(hf.LlamaConfig(**SIZES))
+    if kind is hf.GPT2LMHeadModel:
         quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-        return kind(GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, **quiet))
-    if kind is T5ForConditionalGeneration:
+        return kind(hf.GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=2, **quiet))
+    if kind is hf.T5ForConditionalGeneration:
         special = {"pad_token_id": 0, "decoder_start_token_id": 0}
         return kind(
-            T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special)
+            hf.T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special)
         )
-    if kind is BartForCausalLM:
+    if kind is hf.BartForCausalLM:
         return kind(
-            BartConfig(vocab_size=23, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8)
+            hf.BartConfig(vocab_size=23, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8)
         )
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return kind(BertConfig(num_labels=23, **SIZES, **quiet))
+    return kind(hf.BertConfig(num_labels=23, **SIZES, **quiet))
 
 
 def trainer(folder, model, *, kind=Trainer, samples=SAMPLES, collator=None, loss=None, **options):
@@ -101,12 +88,12 @@ def close(one, other, rel=1e-5):
 @pytest.mark.parametrize(
     ("kind", "shifts", "divides"),
     [
-        (LlamaForCausalLM, True, True),
-        (GPT2LMHeadModel, True, True),  # its class is in none of transformers' lists of losses
-        (BartForCausalLM, False, False),  # named as if it shifted; its labels are "not shifted inside the model"
-        (BertForMaskedLM, False, False),
-        (BertForTokenClassification, False, False),
-        (T5ForConditionalGeneration, False, False),
+        (hf.LlamaForCausalLM, True, True),
+        (hf.GPT2LMHeadModel, True, True),  # its class is in none of transformers' lists of losses
+        (hf.BartForCausalLM, False, False),  # named as if it shifted; its labels are "not shifted inside the model"
+        (hf.BertForMaskedLM, False, False),
+        (hf.BertForTokenClassification, False, False),
+        (hf.T5ForConditionalGeneration, False, False),
         (RecurrentForCausalLM, True, True),
         (RecurrentForTokenClassification, False, True),
         (RecurrentEncoderDecoder, False, True),
@@ -149,7 +136,7 @@ RAGGED, PACKED_SEQUENCES = RaggedCollator(labels_from="input_ids"), PackedSequen
     [
         (RecurrentForCausalLM, RAGGED, (None, 20)),
         slowly(RecurrentForCausalLM, PACKED_SEQUENCES, (None,)),
-        slowly(LlamaForCausalLM, RAGGED, (None, 20)),
+        slowly(hf.LlamaForCausalLM, RAGGED, (None, 20)),
         slowly(RecurrentForTokenClassification, RAGGED, (None, 20)),
     ],
 )
@@ -211,7 +198,13 @@ def padded(samples):
 
 
 @pytest.mark.parametrize(
-    "kind", [BertForTokenClassification, slowly(T5ForConditionalGeneration), slowly(GPT2LMHeadModel), slowly(Extended)]
+    "kind",
+    [
+        hf.BertForTokenClassification,
+        slowly(hf.T5ForConditionalGeneration),
+        slowly(hf.GPT2LMHeadModel),
+        slowly(Extended),
+    ],
 )
 def test_accumulated_batches_are_one_batch_whatever_the_model_does_with_the_count(kind, tmp_path):
     """Most heads of transformers take keywords, and give a mean whatever number of labels they are told."""
@@ -313,8 +306,7 @@ def test_a_declaration_is_inherited(tmp_path):
 
 def captured(mine):
     """Trains a step without learning; the plan's microbatches of this rank."""
-    kept, pack = [], mine._packer.pack
-    mine._packer.pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    kept = packed_steps(mine)
     mine.train()
     return kept[0].microbatches
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import metrics_script
-from tests.support.launch import torchrun
+from tests.support.small_runs import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -128,8 +128,7 @@ def test_on_one_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_on_several_processes(tmp_path, processes):
-    torchrun(processes, metrics_script.__file__, tmp_path)
-    ranks = [json.loads((tmp_path / f"results-{rank}.json").read_text()) for rank in range(processes)]
+    ranks = on_ranks(processes, metrics_script, tmp_path, None)
     check(ranks[0], processes)
     for rank in ranks[1:]:
         assert rank["recurrent"]["calls"] == ranks[0]["recurrent"]["calls"]

@@ -10,7 +10,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from tests.support import packing_script
-from tests.support.small_runs import logged, losses, quiet
+from tests.support.small_runs import logged, losses, packed_steps, quiet
 from ullage import CheckpointError, InputError, RaggedBatch
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
@@ -246,8 +246,7 @@ def test_an_auxiliary_loss_counts_by_real_tokens(tmp_path):
     trainer = packing_script.make_trainer("mixtral", str(tmp_path), max_steps=1)
     model = packing_script.make_model("mixtral")
     model.set_attn_implementation("ullage")
-    kept, pack = [], trainer._packer.pack
-    trainer._packer.pack = lambda batch: kept.append(pack(batch)) or kept[-1]
+    kept = packed_steps(trainer)
     trainer.train()
     (packed,) = kept
     assert len(packed.microbatches) > 1
