@@ -5,7 +5,6 @@ One launch does everything: a world per number of processes, each with several c
 
 import pytest
 
-from tests.support import fsdp_trainer_cases
 from tests.support.fsdp_cases import run_jobs
 from ullage import checkpoint
 
@@ -19,7 +18,7 @@ CHOSEN = {
 
 
 def work(jobs):
-    return run_jobs(jobs, fsdp_trainer_cases.__name__, timeout=270)
+    return run_jobs(jobs, timeout=270)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,18 @@
 """What a user without an extra reads, in an environment that holds the packages of the core alone."""
 
+import importlib.metadata
 import json
 import pickle
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tests.support.core_environment import core_packages, make_core_folder, project
 from tests.support.launch import ROOT
 from ullage.core import extras
 from ullage.core.errors import InputError, UllageError
@@ -210,3 +214,32 @@ def test_the_core_brings_the_command_line_and_no_transformers():
         not {package.name for package in MODULES.values() if package.name != "fsspec"} & brought
     )  # torch needs fsspec
     assert (project()["optional-dependencies"]["cli"], project()["optional-dependencies"]["report"]) == ([], [])
+
+
+def project():
+    """The table ``project`` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def core_packages():
+    """Names of the packages that an installation without extras brings, as they are installed here."""
+    found, open_ = set(), [Requirement(line) for line in project()["dependencies"]]
+    while open_:
+        requirement = open_.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        open_ += [Requirement(line) for line in importlib.metadata.requires(name) or []]
+    return found
+
+
+def make_core_folder(folder):
+    """Fill a folder with links to the installed packages of the core, and no others: a ``site-packages`` of its own."""
+    for name in sorted(core_packages()):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(Path(str(distribution.locate_file(top))))
+    return folder

@@ -1,12 +1,14 @@
 """The pages that say torchrun run on several processes as they stand: their snippets, top to bottom, on every rank."""
 
+import os
 import re
 import socket
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.launch import ROOT
-from tests.support.page_cases import blocks, run_page
 from tests.support.processes import run, values
 
 pytestmark = pytest.mark.distributed
@@ -51,3 +53,23 @@ def run_on(world, page, folder):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return values(run(run_page, world, str(ROOT / "docs" / page), str(folder), port, joined=False))
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", Path(page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def run_page(rank, world, page, folder, port):
+    """Runs the page top to bottom, with torchrun's environment and one folder for all ranks.
+
+    Returns the number of its blocks, and its lists of losses and gradient norms by their names.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), names)
+    assert dist.get_world_size() == world, "the page did not join torchrun's processes"
+    figures = {name: value for name, value in names.items() if name.endswith(("losses", "norms"))}
+    return len(blocks(page)), figures

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.support import groups_cases, processes
+from tests.support import processes, ranks_cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.regression]
 
 
 def test_groups_are_made_by_members_that_are_in_unequal_numbers_of_groups():
-    told = processes.values(processes.run(groups_cases.groups, 4))
+    told = processes.values(processes.run(ranks_cases.groups, 4))
     for rank, each in enumerate(told):
         everyone = [1111, [0, 1, 2, 3], rank]
         half = [[101, [0, 2]], [1010, [1, 3]]][rank % 2]
@@ -22,12 +22,12 @@ def test_groups_are_made_by_members_that_are_in_unequal_numbers_of_groups():
 
 
 def test_a_store_that_outlives_its_world_names_no_group_twice():
-    for each in processes.values(processes.run(groups_cases.worlds, 2)):
+    for each in processes.values(processes.run(ranks_cases.worlds, 2)):
         assert each == [[[0, 1], "_0"], [[0, 1], "_1"]]
 
 
 def test_a_member_that_does_not_come_is_an_error_on_the_others():
-    first, *others = processes.values(processes.run(groups_cases.absent, 3))
+    first, *others = processes.values(processes.run(ranks_cases.absent, 3))
     assert first[0] is None
     for rank, (said, seconds) in enumerate(others, 1):
         assert said.startswith(
@@ -38,14 +38,14 @@ def test_a_member_that_does_not_come_is_an_error_on_the_others():
 
 
 def test_a_packed_stream_begins_after_a_group_of_some_ranks():
-    told = processes.values(processes.run(groups_cases.iterate, 2, timeout=30))
+    told = processes.values(processes.run(ranks_cases.iterate, 2, timeout=30))
     assert sorted(told[0] + told[1]) == list(range(12))
 
 
 @pytest.mark.slow
 def test_a_packed_stream_over_the_stages_of_a_pipeline_begins():
     pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(groups_cases.stages, 2, timeout=30, loads=("torch", "megatron")))
+    told = processes.values(processes.run(ranks_cases.stages, 2, timeout=30, loads=("torch", "megatron")))
     for counts, found in told:
         assert len(set(counts)) > 1, "the stages are in equal numbers of groups, so nothing is shown"
         assert found == list(range(12))  # one sample is on all stages
@@ -54,7 +54,7 @@ def test_a_packed_stream_over_the_stages_of_a_pipeline_begins():
 @pytest.mark.slow
 def test_groups_of_context_parallelism_are_made_after_those_of_another_layout():
     pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(groups_cases.blocks, 4, timeout=30, loads=("torch", "megatron")))
+    told = processes.values(processes.run(ranks_cases.degree_blocks, 4, timeout=30, loads=("torch", "megatron")))
     for rank, (counts, found) in enumerate(told):
         assert counts[0] != counts[1], "a block's ranks are in equal numbers of groups, so nothing is shown"
         assert found == {"1": 10**rank, "2": [11, 11, 1100, 1100][rank], "4": 1111}

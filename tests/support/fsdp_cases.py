@@ -5,6 +5,7 @@ returns for each what each rank returned, ``{"error": ...}`` where it raised.
 """
 
 import contextlib
+import hashlib
 import importlib
 import os
 import shutil
@@ -17,11 +18,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support import packing_script, processes
 from tests.support.checkpoints import flip
 from tests.support.launch import full_disk
+from tests.support.small_runs import local_bytes
 from ullage.engines import fsdp
 from ullage.engines.fsdp.optimizer import clip_grad_norm
 from ullage.engines.fsdp.parallel import device_type
@@ -361,3 +364,107 @@ def run_jobs(jobs, module=__name__, timeout=170):
         processes.values(processes.run(world_cases, world, module, cases, joined=world > 1, **options))
         for world, cases in jobs
     ]
+
+
+#: Of a sharded model beside a plain one, which trains on one process: each goes on from the other's checkpoint.
+SMALL: dict[str, Any] = {**SIZES, "hidden_size": 16, "intermediate_size": 24}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def headed_model(kind="llama", **options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "num_labels": 3, "classifier_dropout": 0.0, **options})
+    if kind == "lora":
+        made = get_peft_model(
+            transformers.LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        )
+        for name, parameter in made.named_parameters():  # which begins at zero
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return made
+    if kind == "sequence":
+        return transformers.LlamaForSequenceClassification(config)
+    if kind == "token":
+        return transformers.LlamaForTokenClassification(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def headed_samples(kind="llama", count=48):
+    draw = np.random.default_rng(5)
+    ids = [draw.integers(3, VOCAB, n).tolist() for n in draw.integers(1, 40, count)]
+    if kind == "sequence":
+        return [{"input_ids": one, "label": sum(one) % 3} for one in ids]
+    if kind == "token":
+        return [{"input_ids": one, "labels": [-100 if i % 5 == 0 else i % 3 for i in one]} for one in ids]
+    if kind == "answers":
+        return [{"input_ids": one, "labels": [-100] * (len(one) // 2) + one[len(one) // 2 :]} for one in ids]
+    return [{"input_ids": one, "labels": list(one)} for one in ids]
+
+
+def arguments(folder, batch, **more):
+    fixed: dict[str, Any] = {
+        "per_device_train_batch_size": batch, "max_steps": 10, "logging_steps": 1, "save_steps": 5, "learning_rate": 1e-2,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "max_grad_norm": 0.5, "weight_decay": 0.1,
+        "packing_capacity": 128, "warmup_steps": 2, "save_strategy": "steps", "per_device_eval_batch_size": 4,
+        "lr_scheduler_type": "cosine",
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **{**fixed, **more})
+
+
+def plain(rank, world, folder, kind="llama", resume=None, model=None, **more):
+    """Our Trainer, or transformers' on padded rows, on one process."""
+    made = headed_model(kind, **(model or {}))
+    trainer = Trainer(
+        made, arguments(folder, SEQUENCES, **more), data_collator=RaggedCollator(), train_dataset=headed_samples(kind)
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return {"losses": logged(trainer), "norms": logged(trainer, "grad_norm")}
+
+
+def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model=None, replicate=1, **more):
+    """Our Trainer of a model that is sharded, on any layout."""
+    as_torchrun(rank, world)
+    topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    made = fsdp.parallelize(headed_model(kind, **(model or {})), topology, dp_replicate=replicate)
+    held_out = headed_samples(kind, 10) if "eval_strategy" in more else None
+    trainer = Trainer(
+        made, arguments(folder, SEQUENCES // mesh[0], **more), data_collator=RaggedCollator(),
+        train_dataset=headed_samples(kind), eval_dataset=held_out,
+        compute_metrics=metrics if held_out and mesh[1] == 1 else None,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    found = {"losses": logged(trainer), "norms": logged(trainer, "grad_norm")}
+    if held_out is not None:
+        found |= {"evaluated": [logged(trainer, f"eval_{name}") for name in ("loss", "accuracy", "samples")]}
+        found |= {"best": str(trainer.state.best_model_checkpoint), "now": trainer.evaluate()["eval_loss"]}
+    held = local_bytes(trainer.model, trainer.optimizer)
+    trainer.save_model()
+    return {**found, **held}
+
+
+def metrics(prediction):
+    """Which class is the largest, of sequences or of the tokens that have one, and the number of samples."""
+    labels = prediction.label_ids
+    right = prediction.predictions.argmax(-1) == labels
+    return {"accuracy": float(right[labels != -100].mean()), "samples": len(labels)}
+
+
+def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate=1, offload=False):
+    """A model made in one of the ways, its losses, a digest of every tensor, and the bytes that this rank held of it."""
+    as_torchrun(rank, world)
+    topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
+    torch.manual_seed(7)
+    with torch.device("cpu" if how == "full" or (how == "first" and rank == 0) else "meta"):
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, **(model or {})}))
+    before = sum(p.numel() * p.element_size() for p in made.parameters() if not p.is_meta)
+    given: dict[str, Any] = {"weights": folder} if how == "weights" else {}
+    made = fsdp.parallelize(made, topology, dp_replicate=replicate, cpu_offload=offload, **given)
+    after = local_bytes(made)["parameters"]
+    if how == "full" and world == 1:
+        made.save_pretrained(folder)
+    whole = {**whole_state(made, torch.optim.SGD(made.parameters())), **dict(made.named_buffers())}
+    bits = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(whole.items())))
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    trainer = make_trainer(made, topology, optimizer, max_steps=2)
+    trainer.train()
+    return {"losses": logged(trainer), "bits": bits.hexdigest(), "count": len(whole), "before": before, "after": after}

@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 
+import torch
+
 from tests.support.launch import torchrun
 from ullage.training import TrainingArguments
 
@@ -41,6 +43,20 @@ def said_by_ullage():
         yield said
     finally:
         logging.getLogger("ullage").removeHandler(handler)
+
+
+def local_bytes(model, optimizer=None):
+    """Bytes that this rank holds of a model and of its optimizer's state, by kind; of a sharded tensor its own part."""
+    parameters = list(model.parameters())
+    states = [] if optimizer is None else optimizer.state.values()
+    held = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "moments": [value for state in states for value in state.values() if torch.is_tensor(value) and value.dim()],
+    }
+    # The to_local() of a DTensor would record a graph, and wait for what is still being reduced.
+    parts = {name: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors] for name, tensors in held.items()}
+    return {name: sum(part.numel() * part.element_size() for part in tensors) for name, tensors in parts.items()}
 
 
 def on_ranks(number, script, folder, cases, **options):
