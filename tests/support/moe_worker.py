@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.zero_worker import FEATURES, GLOBAL_BATCH, Job, data
+from tests.support.zero_worker import FEATURES, GLOBAL_BATCH, Job, base_config, data, take_steps
 
 LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 #: Names of AutoEP's stacked experts.
@@ -96,16 +96,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def config(job: Job) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // job.world,
-        "zero_optimization": {"stage": job.stage, "reduce_scatter": True, **job.config.get("zero", {})},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    if job.precision.startswith("bf16"):
-        made["bf16"] = {"enabled": True}
+    made = base_config(job, **{"reduce_scatter": True, **job.config.get("zero", {})})
     if job.precision == "bf16_optimizer":
         made["data_types"] = {"grad_accum_dtype": "fp32"}
     return made | job.config.get("other", {})
@@ -256,20 +247,10 @@ def run_each(job: Job, rank: int) -> dict[str, Any]:
 
 
 def train(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-    out: dict[str, Any] = {"losses": []}
+    loaded = {}
     if job.load_from is not None:
         from ullage.training import deepspeed
 
         getattr(deepspeed, job.loader)(engine, job.load_from)
-        out["loaded"] = held_by(engine)
-    for step in range(job.first_step, job.first_step + job.num_steps):
-        loss = loss_of(step)
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().clone()
-        torch.distributed.all_reduce(mean)
-        out["losses"].append(float(mean) / job.world)
-        if job.save_after is not None and step + 1 == job.save_after:
-            out["saved"] = held_by(engine)
-            engine.save_checkpoint(str(job.save_to), tag=f"global_step{step + 1}")
-    return out
+        loaded = {"loaded": held_by(engine)}
+    return loaded | take_steps(engine, job, loss_of, held_by)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.zero_worker import Job
+from tests.support.zero_worker import Job, base_config, whole_state
 
 WIDTH = 24
 STEPS = 3
@@ -47,72 +47,40 @@ def gathered(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
             continue
         truth[f"{name}/fp32"] = safe_get_full_fp32_param(p).clone()
         for key in keys:
-            found = whole_state_or_none(engine, p, key)
+            found = whole_state(engine, p, key)
             if found is not None:
                 truth[f"{name}/{key}"] = found
     return truth
 
 
-def whole_state_or_none(engine: Any, p: torch.Tensor, key: str) -> torch.Tensor | None:
-    """State ``key`` of ``p`` over the data-parallel ranks; None where its group has none. Collective."""
-    zero = engine.optimizer
-    if hasattr(p, "ds_id"):
-        try:
-            return zero.get_full_hp_param(p, optim_state_key=key).clone()
-        except KeyError:  # the group's, and so on every rank
-            return None
-    whole, there = torch.zeros(p.numel()), torch.zeros(1)
-    if getattr(p, "_hp_mapping", None) is not None:  # a rank may hold no element of a parameter
-        flat = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
-        held = zero.optimizer.state[flat[p._hp_mapping.param_group_index]].get(key)
-        if held is not None:
-            there += 1
-            hp, lp = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
-            whole[lp.start : lp.start + lp.numel] = held[hp.start : hp.start + hp.numel]
-    # Not every rank has a part of the parameter, so presence is agreed on as the values are.
-    torch.distributed.all_reduce(whole, group=zero.dp_process_group)
-    torch.distributed.all_reduce(there, group=zero.dp_process_group)
-    return whole.view(p.shape) if there else None
-
-
 def _config(job: Job, **zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {
-            "stage": job.stage,
-            "stage3_param_persistence_threshold": 30,
-            "reduce_bucket_size": 4096,
-            **zero,
-            **job.config.get("zero_optimization", {}),
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-        **{k: v for k, v in job.config.items() if k not in ("zero_optimization", "kind", "options")},
-    }
+    zero = {"stage3_param_persistence_threshold": 30, "reduce_bucket_size": 4096, **zero}
+    made = base_config(job, **{**zero, **job.config.get("zero_optimization", {})})
+    made |= {"train_micro_batch_size_per_gpu": 4, "train_batch_size": None}
+    made |= {k: v for k, v in job.config.items() if k not in ("zero_optimization", "kind", "options")}
+    return {key: value for key, value in made.items() if value is not None}
 
 
-def _train(engine: Any, job: Job, rank: int, keys: tuple[str, ...], dtype: torch.dtype = torch.float32):
+def _engine(job: Job, model: nn.Module, **more: Any) -> Any:
+    import deepspeed
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = _config(job) | more
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def _train(engine: Any, job: Job, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     for step in range(STEPS):
         loss = engine(*batch(step, rank, dtype))
         engine.backward(loss)
         engine.step()
-    return _saved(engine, job, keys)
-
-
-def _saved(engine: Any, job: Job, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, Any]:
-    truth = gathered(engine, keys)
+    truth = gathered(engine, ("exp_avg", "exp_avg_sq"))
     engine.save_checkpoint(str(job.save_to), tag="global_step3")
     return {"truth": truth, "class": type(engine.optimizer).__name__}
 
 
 def plain(job: Job, rank: int) -> dict[str, Any]:
-    import deepspeed
-
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(job), dist_init_required=False)
-    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
+    return _train(_engine(job, Net()), job, rank)
 
 
 def fp16(job: Job, rank: int) -> dict[str, Any]:
@@ -120,22 +88,15 @@ def fp16(job: Job, rank: int) -> dict[str, Any]:
 
     # Only asked before the run; torch multiplies half precision on a processor.
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
-    model = Net()
-    config = _config(job) | {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"), torch.float16)
+    engine = _engine(job, Net(), fp16={"enabled": True, "initial_scale_power": 8})
+    return _train(engine, job, rank, torch.float16)
 
 
 def lora(job: Job, rank: int) -> dict[str, Any]:
-    import deepspeed
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(Net(), LoraConfig(r=2, target_modules=["middle", "enter"], modules_to_save=["leave"]))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(job), dist_init_required=False)
-    return _train(engine, job, rank, ("exp_avg", "exp_avg_sq"))
+    return _train(_engine(job, model), job, rank)
 
 
 def autotp(job: Job, rank: int) -> dict[str, Any]:
@@ -151,9 +112,7 @@ def autotp(job: Job, rank: int) -> dict[str, Any]:
     model = LlamaForCausalLM(config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     model = deepspeed.tp_model_init(model, tp_size=tp, dtype=torch.float32)
-    made = _config(job) | {"tensor_parallel": {"autotp_size": tp}}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made, dist_init_required=False)
+    engine = _engine(job, model, tensor_parallel={"autotp_size": tp})
     from deepspeed.utils import safe_get_full_fp32_param
 
     for step in range(STEPS):
@@ -165,14 +124,13 @@ def autotp(job: Job, rank: int) -> dict[str, Any]:
     truth: dict[str, torch.Tensor] = {}
     for name, p in engine.module.named_parameters():
         for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            found = safe_get_full_fp32_param(p) if key == "fp32" else whole_state_or_none(engine, p, key)
+            found = safe_get_full_fp32_param(p) if key == "fp32" else whole_state(engine, p, key)
             truth[f"{name}/{key}"] = torch.zeros(p.shape) if found is None else found.view(p.shape).clone()
     engine.save_checkpoint(str(job.save_to), tag="global_step3")
     return {"truth": truth, "class": type(engine.optimizer).__name__, "shapes": shapes}
 
 
 def pipeline(job: Job, rank: int) -> dict[str, Any]:
-    import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     class Embed(nn.Linear):
@@ -190,9 +148,7 @@ def pipeline(job: Job, rank: int) -> dict[str, Any]:
     model = PipelineModule(
         layers, num_stages=2, loss_fn=lambda out, y: ((out.sum(-1) - y) ** 2).mean(), partition_method="uniform"
     )
-    made = _config(job) | {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made, dist_init_required=False)
+    engine = _engine(job, model, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=4)
     data = iter([batch(step, 0, torch.float32) for step in range(100)])
     for _ in range(STEPS):
         engine.train_batch(data)

@@ -8,6 +8,7 @@ imports. They talk over gloo on the loopback. Every rank of a run gets the same 
 import datetime
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -92,20 +93,19 @@ def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     raise ValueError(job.optimizer)
 
 
-def config(job: Job) -> dict[str, Any]:
-    zero = {"stage": job.stage, "stage3_param_persistence_threshold": 30, **job.config.get("zero_optimization", {})}
+def base_config(job: Job, **zero: Any) -> dict[str, Any]:
+    """What every run asks of DeepSpeed; ``zero``: its ``zero_optimization``, beside the stage."""
     made: dict[str, Any] = {
-        "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // job.world,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    if job.precision == "bf16":
-        made["bf16"] = {"enabled": True}
-    made |= {key: value for key, value in job.config.items() if key != "zero_optimization"}
-    return made
+        "train_batch_size": GLOBAL_BATCH, "train_micro_batch_size_per_gpu": GLOBAL_BATCH // job.world,
+        "zero_optimization": {"stage": job.stage, **zero}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
+    }  # fmt: skip
+    return made | {"bf16": {"enabled": True}} if job.precision.startswith("bf16") else made
+
+
+def config(job: Job) -> dict[str, Any]:
+    zero = {"stage3_param_persistence_threshold": 30, **job.config.get("zero_optimization", {})}
+    return base_config(job, **zero) | {k: v for k, v in job.config.items() if k != "zero_optimization"}
 
 
 def data(step: int, job: Job, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,23 +118,30 @@ def data(step: int, job: Job, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[rows].to(dtype), y[rows].to(dtype)
 
 
-def whole_state(engine: Any, p: torch.Tensor, key: str) -> torch.Tensor:
-    """The optimizer state ``key`` of ``p`` in its shape, gathered from the inner optimizer's own flat buffers.
+def whole_state(engine: Any, p: torch.Tensor, key: str) -> torch.Tensor | None:
+    """State ``key`` of ``p`` in its shape, from the inner optimizer's flat buffers; None where its group has none.
 
     DeepSpeed's ``safe_get_full_optimizer_state`` is no help at stages 1 and 2: it links states before the first step,
-    when a torch optimizer has none yet.
+    when a torch optimizer has none yet. Collective over the data-parallel ranks.
     """
     zero = engine.optimizer
     if hasattr(p, "ds_id"):
-        return zero.get_full_hp_param(p, optim_state_key=key).clone()
-    whole = torch.zeros(p.numel())
-    if p._hp_mapping is not None:
+        try:
+            return zero.get_full_hp_param(p, optim_state_key=key).clone()
+        except KeyError:  # the group's, and so on every rank
+            return None
+    whole, there = torch.zeros(p.numel()), torch.zeros(1)
+    if getattr(p, "_hp_mapping", None) is not None:  # a rank may hold no element of a parameter
         flat = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
-        held = zero.optimizer.state[flat[p._hp_mapping.param_group_index]][key]
-        hp, lp = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
-        whole[lp.start : lp.start + lp.numel] = held[hp.start : hp.start + hp.numel]
-    torch.distributed.all_reduce(whole)
-    return whole.view(p.shape)
+        held = zero.optimizer.state[flat[p._hp_mapping.param_group_index]].get(key)
+        if held is not None:
+            there += 1
+            hp, lp = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
+            whole[lp.start : lp.start + lp.numel] = held[hp.start : hp.start + hp.numel]
+    # Not every rank has a part of the parameter, so presence is agreed on as the values are.
+    torch.distributed.all_reduce(whole, group=zero.dp_process_group)
+    torch.distributed.all_reduce(there, group=zero.dp_process_group)
+    return whole.view(p.shape) if there else None
 
 
 def state_of(engine: Any) -> dict[str, Any]:
@@ -175,7 +182,7 @@ def run(job: Job, rank: int) -> dict[str, Any]:
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=made, dist_init_required=False
     )
     engine.module.norm.eval()
-    out: dict[str, Any] = {"losses": []}
+    out: dict[str, Any] = {}
     if job.load_from is not None:
         if job.loader == "load_universal":
             from ullage.training.deepspeed import load_universal
@@ -190,15 +197,21 @@ def run(job: Job, rank: int) -> dict[str, Any]:
         else:
             engine.load_checkpoint(str(job.load_from))
         out["loaded"] = state_of(engine)
+    return out | take_steps(engine, job, lambda step: engine(*data(step, job, rank)), state_of)
+
+
+def take_steps(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor], held_by: Callable[[Any], Any]) -> dict:
+    """The job's steps: their losses, and what ``held_by`` found where the engine was saved."""
+    out: dict[str, Any] = {"losses": []}
     for step in range(job.first_step, job.first_step + job.num_steps):
-        loss = engine(*data(step, job, rank))
+        loss = loss_of(step)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float().clone()
         torch.distributed.all_reduce(mean)
         out["losses"].append(float(mean) / job.world)
         if job.save_after is not None and step + 1 == job.save_after:
-            out["saved"] = state_of(engine)
+            out["saved"] = held_by(engine)
             engine.save_checkpoint(str(job.save_to), tag=f"global_step{step + 1}", client_state={"note": "kept"})
     return out
 
