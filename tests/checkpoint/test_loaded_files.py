@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import contents, edit
+from tests.support.checkpoints import contents, edit, flip
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.files import torchfile
@@ -124,9 +124,7 @@ def test_model_states_that_are_copied_are_compared_with_their_checksums(run, tmp
         "description": held.others["data.pkl"].offset + 50,
         "version": held.others["version"].offset,
     }[which]
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    flip(path, at)
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"corrupted: .*fails its checksum.*mp_rank_00_model_states.pt") as caught:
         checkpoint.convert(run, tmp_path / "out")
@@ -144,9 +142,7 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
     checkpoint.convert(run, tmp_path / "good", format="safetensors")
     assert checkpoint.verify(run, tmp_path / "good") == []
     held = torchfile.read_torch_file(path)
-    data = bytearray(path.read_bytes())
-    data[held.place(held.root["module"]["base"]) + 3] ^= 1
-    path.write_bytes(data)
+    flip(path, held.place(held.root["module"]["base"]) + 3)
     with pytest.raises(CheckpointError, match=r"fails its checksum .*parameter base \(frozen\)"):
         checkpoint.convert(run, tmp_path / "out", format="safetensors")
 
@@ -154,10 +150,8 @@ def test_one_weight_of_a_shared_storage_is_compared_with_the_whole_records_check
 def test_a_step_in_a_shard_is_compared_with_its_checksum(run, tmp_path):
     for path in run.glob("*optim_states.pt"):  # in all shards alike, so that they do not contradict one another
         held = torchfile.read_torch_file(path)
-        data = bytearray(path.read_bytes())
         for state in held.root["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            data[held.place(state["step"]) + 2] ^= 1
-        path.write_bytes(data)
+            flip(path, held.place(state["step"]) + 2)
     with pytest.raises(CheckpointError, match=r"corrupted: the data fails its checksum"):
         checkpoint.convert(run, tmp_path / "out")
 

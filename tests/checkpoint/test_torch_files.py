@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import edit
+from tests.support.checkpoints import edit, flip
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.core import reading
@@ -152,9 +152,7 @@ def test_what_lies_behind_a_strided_tensor_is_compared_with_its_checksum_too(wri
     run = with_buffers(written, tmp_path / "run", {"some": whole[::4]})
     path = run / "mp_rank_00_model_states.pt"
     held = read_torch_file(path)
-    data = bytearray(path.read_bytes())
-    data[held.place(held.root["module"]["some"]) + 4 * 4] ^= 1
-    path.write_bytes(data)
+    flip(path, held.place(held.root["module"]["some"]) + 4 * 4)
     with pytest.raises(CheckpointError, match=r"fails its checksum .*parameter some \(buffer\)"):
         checkpoint.convert(run, tmp_path / "out", format="safetensors")
 
@@ -171,8 +169,6 @@ def test_a_file_without_checksums_is_told_from_one_whose_mark_is_damaged(tmp_pat
     assert not read_torch_file(tmp_path / "without.pt").has_crcs
     torch.save(torch.ones(3), tmp_path / "with.pt")
     held = read_torch_file(tmp_path / "with.pt")
-    data = bytearray((tmp_path / "with.pt").read_bytes())
-    data[held.others["version"].offset] ^= 1
-    (tmp_path / "with.pt").write_bytes(data)
+    flip(tmp_path / "with.pt", held.others["version"].offset)
     with pytest.raises(CheckpointError, match=r"corrupted: the record 'version' fails its checksum"):
         read_torch_file(tmp_path / "with.pt")

@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from tests.support.checkpoints import flip
 from ullage import checkpoint
 from ullage.checkpoint.conversion import destination
 from ullage.checkpoint.core import paths
@@ -212,9 +213,7 @@ def test_a_target_that_is_there_is_not_touched(folder):
 
 def test_a_damaged_source_leaves_nothing(folder, tmp_path):
     checkpoint.convert(folder, tmp_path / "dcp", format="dcp")
-    data = bytearray((tmp_path / "dcp" / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "dcp" / "__0_0.distcp").write_bytes(data)
+    flip(tmp_path / "dcp" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="fails its checksum"):
         checkpoint.convert(tmp_path / "dcp", "memory://bucket/out", format="safetensors")
     assert list(MemoryFileSystem.store) == []

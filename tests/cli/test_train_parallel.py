@@ -6,6 +6,7 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.support.checkpoints import flip
 from tests.support.train_verb import history, losses, record, steps_saved, texts, train, train_in
 from ullage import checkpoint
 from ullage.cli.train.folder import require_layout_of
@@ -79,9 +80,7 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_taken(folder, alo
     shutil.copytree(alone, damaged)
     record(damaged, summary=None)
     [shard] = (damaged / "checkpoint-6" / "model_and_optimizer").glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     name = f"model_and_optimizer/{shard.name}"
     with pytest.raises(CheckpointError, match=rf"damaged \(.*/checkpoint-6/{name}\).* Take {damaged}/checkpoint-3"):
         run(folder, "damaged", "--dp", 1, "--resume_from_checkpoint", damaged / "checkpoint-6")

@@ -133,7 +133,7 @@ def failed(folder: Path, kind: str, step: int, **options) -> dict:
     return {"said": said, "step": trainer.state.global_step, "there": names}
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, kinds = Path(sys.argv[1]), sys.argv[2].split(";")
     found = {}
     for kind in kinds:
@@ -145,7 +145,3 @@ def main() -> None:
         found[kind]["failed"] = failed(place / "failed", kind, 2)
         found[kind]["failed at the end"] = failed(place / "failed at the end", kind, 4, max_steps=4)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

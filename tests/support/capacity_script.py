@@ -60,7 +60,7 @@ def real_peak(folder):
     return {**found, "allowed": allowed, "peaks": [peak - allowed for peak in peaks]}
 
 
-def main():
+if __name__ == "__main__":
     folder, results = sys.argv[1], {}
     for stage in json.loads(sys.argv[2]):
         # Rank 1 may hold less: by itself it would find another number.
@@ -72,7 +72,3 @@ def main():
     if not results:
         results = real_peak(folder)
     leave(folder, results)
-
-
-if __name__ == "__main__":
-    main()

@@ -149,21 +149,15 @@ def simulator(family, weighting, dtype):
 
 @dataclass(frozen=True)
 class Case:
-    """A step: what is drawn, dealt, planned and weighed.
-
-    Attributes:
-        family, weighting, strategy, sync, oversize: by name.
-        parts: samples of each rank, as drawn; some ranks may have none.
-        plan: of all samples, rank by rank.
-    """
+    """A step: what is drawn, dealt, planned and weighed."""
 
     family: str
     weighting: str
     strategy: str
     sync: str
     oversize: str
-    parts: list
-    plan: ullage.Plan
+    parts: list  # samples of each rank, as drawn; some ranks may have none
+    plan: ullage.Plan  # of all samples, rank by rank
 
     @property
     def samples(self):

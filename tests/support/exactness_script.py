@@ -83,11 +83,7 @@ def compare(seed, folder):
     return {**run, "seed": seed, "differences": watch.found, "empty microbatches": empty}
 
 
-def main():
+if __name__ == "__main__":
     folder, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     leave(folder, [compare(seed, folder) for seed in range(first, last)])
-
-
-if __name__ == "__main__":
-    main()

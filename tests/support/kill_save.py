@@ -57,22 +57,13 @@ def heard(told: Path) -> list[float]:
 
 @dataclass
 class Outcome:
-    """What a kill left, and what the same command made of it.
+    """What a kill left, and what the same command made of it."""
 
-    Attributes:
-        delay: seconds from the copy of a save to the kill.
-        save: number of the save, from 0.
-        killed: whether the process was still running.
-        left: names in the folder after the kill.
-        before: the newest checkpoint under its own name, "" without one.
-        problems: what is wrong; empty where all is well.
-    """
-
-    delay: float
-    save: int
-    killed: bool
-    left: list[str]
-    before: str
+    delay: float  # seconds from the copy of a save to the kill
+    save: int  # from 0
+    killed: bool  # whether the process was still running
+    left: list[str]  # names in the folder after the kill
+    before: str  # the newest checkpoint under its own name, "" without one
     problems: list[str]
 
 

@@ -139,27 +139,16 @@ THROUGH = ("both", "both", "both", "forward", "backward")
 
 @dataclass(frozen=True)
 class Leak:
-    """One leak.
+    """One leak."""
 
-    Attributes:
-        kind: what lets sequences meet, one of ``KINDS``.
-        base: the model that it is planted in, one of ``BASES``.
-        place: where in the model.
-        distance: in tokens, of what a shift reaches.
-        beyond: it acts on tokens from this place of their sequence on.
-        when: "always", or only in "training" or "evaluation".
-        through: both directions, the forward with nothing in the backward, or the backward alone.
-        clothes: the name of the class.
-    """
-
-    kind: str
-    base: str = "own"
+    kind: str  # what lets sequences meet, one of KINDS
+    base: str = "own"  # the model that it is planted in, one of BASES
     place: str = "layer"
-    distance: int = 1
-    beyond: int = 0
-    when: str = "always"
-    through: str = "both"
-    clothes: str = "Adapter"
+    distance: int = 1  # in tokens, of what a shift reaches
+    beyond: int = 0  # it acts on tokens from this place of their sequence on
+    when: str = "always"  # or only in "training" or "evaluation"
+    through: str = "both"  # directions, or "forward" with nothing in the backward, or "backward" alone
+    clothes: str = "Adapter"  # the name of the class
     seed: int = 0
 
     @classmethod

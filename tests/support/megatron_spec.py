@@ -160,16 +160,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Causal attention: [T, heads·dim] for packed rows, [tokens, batch, heads·dim] for plain ones.
-
-        Args:
-            query, key, value: [T, heads, dim] if packed, [tokens, batch, heads, dim] if not.
-            attention_mask, attn_mask_type: unused; the attention is causal.
-            attention_bias: must be None.
-            packed_seq_params: lengths of the sequences, and their context-parallel group if it varies.
-
-        Collective under context parallelism. Waits for the device unless torch's varlen kernel serves.
-        """
+        """Causal attention: [T, heads·dim] for packed rows, [tokens, batch, heads·dim] for plain ones. Collective."""
         if attention_bias is not None:
             raise InputError("packed attention takes no bias")
         dropout = self.dropout if self.training else 0.0
@@ -239,12 +230,7 @@ def _over_slices(
 ) -> Tensor:
     """Attention of this rank's zigzag slice over keys and values of the whole row, [T, heads, dim].
 
-    Args:
-        query, key, value: [T, heads, dim] of the slice.
-        slots: padded tokens of each sequence of the whole row; multiples of 2·cp.
-        group: context-parallel process group.
-        dropout: probability of dropping an attention weight.
-        scale: factor of the scores; 1/√dim if None.
+    ``slots``: padded tokens of each sequence of the whole row; multiples of 2·cp.
     """
     # Keys and values of the whole row, in its own order.
     size, rank = group.size(), group.rank()

@@ -212,10 +212,6 @@ def largest_difference(found, expected):
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
-def main():
+if __name__ == "__main__":
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
     leave(folder, [run(family, folder, stage, packed) for family, stage, packed in cases])
-
-
-if __name__ == "__main__":
-    main()

@@ -181,11 +181,6 @@ def run_or_fail(name, folder, stage, **options):
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main():
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, [run_or_fail(name, folder, stage, **options) for name, stage, options in cases])
-
-
 def leave(folder, results):
     """Write this rank's results and end its process group."""
     with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
@@ -195,4 +190,5 @@ def leave(folder, results):
 
 
 if __name__ == "__main__":
-    main()
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    leave(folder, [run_or_fail(name, folder, stage, **options) for name, stage, options in cases])

@@ -201,14 +201,9 @@ def run_case(case, folder, options):
     }
 
 
-def main():
-    """``story.py FOLDER '[[case, options], ...]'``: rank 0 writes the results as JSON."""
+if __name__ == "__main__":
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
     results = [run_case(case, folder, options) for case, options in cases]
     if int(os.environ.get("RANK", 0)) == 0:
         with open(os.path.join(folder, "results.json"), "w") as file:
             json.dump(results, file)
-
-
-if __name__ == "__main__":
-    main()

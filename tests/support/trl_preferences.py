@@ -129,8 +129,7 @@ def outcome(trainer, *, evaluates=True):
     }
 
 
-def main():
-    """Each case of the command line on this rank; writes ``results<rank>.json``."""
+if __name__ == "__main__":
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     results, rank = {}, 0
     for label, (name, options) in cases.items():
@@ -138,7 +137,3 @@ def main():
         rank = made.args.process_index
         results[label] = outcome(made)
     (folder / f"results{rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

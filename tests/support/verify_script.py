@@ -88,10 +88,6 @@ def run(folder, engine, name, verify):
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main():
+if __name__ == "__main__":
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
     packing_script.leave(folder, [run(folder, *case) for case in cases])
-
-
-if __name__ == "__main__":
-    main()
