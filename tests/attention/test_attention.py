@@ -34,13 +34,9 @@ LATENT = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
 }  # fmt: skip
 MODELS = {
-    "llama": {},
-    "qwen3": {},
-    "mistral": WINDOWED,
-    "gemma3_text": GEMMA3,
-    "gpt2": GPT2,
+    "llama": {}, "qwen3": {}, "mistral": WINDOWED, "gemma3_text": GEMMA3, "gpt2": GPT2,
     "mixtral": {"num_local_experts": 4},
-}
+}  # fmt: skip
 MORE_MODELS = {
     "qwen2": {},
     "qwen2-windowed": {**WINDOWED, "use_sliding_window": True, "max_window_layers": 0, "layer_types": MIXED},
@@ -286,25 +282,18 @@ def test_positions_that_start_anew_without_lengths_are_refused():
     model(input_ids=batch["input_ids"], position_ids=later)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "does not tile the row.*sum to 10 tokens.*9 in 2"),
-        ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "does not tile the row"),
-        ({"cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k differs"),
-        (
-            {"attention_mask": torch.ones(1, 10, dtype=torch.int64)},
-            "attention_mask was given together with cu_seq_lens",
-        ),
-        ({"attention_mask": torch.ones(1, 1, 10, 10).bool()}, "attention_mask was given together with cu_seq_lens"),
-        ({"cu_seq_lens_q": None}, "cu_seq_lens_k came without cu_seq_lens_q"),
-        ({"cu_seq_lens_q": torch.tensor([0.0, 10.0])}, "must hold cumulated lengths.*float32"),
-        ({"something": torch.ones(1)}, "does not honour the keyword 'something'"),
-        ({"output_attentions": True}, "attention weights as an output"),
-        ({"input_ids": torch.ones(2, 10, dtype=torch.int64)}, "one row.*batch size 1, found 2"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "does not tile the row.*sum to 10 tokens.*9 in 2"),
+    ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "does not tile the row"),
+    ({"cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k differs"),
+    ({"attention_mask": torch.ones(1, 10, dtype=torch.int64)}, "attention_mask was given together with cu_seq_lens"),
+    ({"attention_mask": torch.ones(1, 1, 10, 10).bool()}, "attention_mask was given together with cu_seq_lens"),
+    ({"cu_seq_lens_q": None}, "cu_seq_lens_k came without cu_seq_lens_q"),
+    ({"cu_seq_lens_q": torch.tensor([0.0, 10.0])}, "must hold cumulated lengths.*float32"),
+    ({"something": torch.ones(1)}, "does not honour the keyword 'something'"),
+    ({"output_attentions": True}, "attention weights as an output"),
+    ({"input_ids": torch.ones(2, 10, dtype=torch.int64)}, "one row.*batch size 1, found 2"),
+], ids=str)  # fmt: skip
 def test_bad_keywords_are_named(change, message):
     model = build("llama")
     keywords = {**RaggedBatch.from_samples(samples_of((4, 6))).to_flattened(), **change}

@@ -47,36 +47,30 @@ def test_the_ranks_work_together_before_and_after_every_fault(faults):
     assert all(worst < 1e-5 for _, worst in faults)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("another size everywhere", ["InputError", "cut for another axis", "of 3, found rank"]),
-        ("another row", ["DistributedError", "different rows", "rank 2"]),
-        ("other heads", ["DistributedError", "different rows", "rank 2"]),
-        ("padded", ["InputError", "slices of packed rows only", "shard_batch"]),
-        ("no context", ["InputError", "no context_parallel is in force"]),
-        ("sdpa at once", [*NOT_RUN, "attn_implementation='ullage'"]),
-        *((name, NOT_RUN) for name in ("sdpa", "sdpa, cut before", "sdpa, second of two", "sdpa, inner of two")),
-        ("own error", ["ZeroDivisionError: the caller's own"]),
-        ("recurrent", ["InputError", "does not cover the row"]),
-        ("check sdpa", ["InputError", "attn_implementation='sdpa'"]),
-        ("check recurrent", ["InputError", "carries a state from token to token", "cp=1"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("another size everywhere", ["InputError", "cut for another axis", "of 3, found rank"]),
+    ("another row", ["DistributedError", "different rows", "rank 2"]),
+    ("other heads", ["DistributedError", "different rows", "rank 2"]),
+    ("padded", ["InputError", "slices of packed rows only", "shard_batch"]),
+    ("no context", ["InputError", "no context_parallel is in force"]),
+    ("sdpa at once", [*NOT_RUN, "attn_implementation='ullage'"]),
+    *((name, NOT_RUN) for name in ("sdpa", "sdpa, cut before", "sdpa, second of two", "sdpa, inner of two")),
+    ("own error", ["ZeroDivisionError: the caller's own"]),
+    ("recurrent", ["InputError", "does not cover the row"]),
+    ("check sdpa", ["InputError", "attn_implementation='sdpa'"]),
+    ("check recurrent", ["InputError", "carries a state from token to token", "cp=1"]),
+])  # fmt: skip
 def test_a_fault_that_all_ranks_see_raises_the_same_everywhere(faults, name, words):
     for lines, _ in faults:
         assert all(word in (lines[name] or "nothing was raised") for word in words), lines[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("another size", ["cut for another axis", "expected rank 2 of 3, found rank 0 of 2"]),
-        ("mask", ["attention_mask", "cu_seq_lens"]),
-        ("short", ["not the slice that was cut", "expected 76 tokens, found 75"]),
-        ("not cut", ["slices of packed rows only"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("another size", ["cut for another axis", "expected rank 2 of 3, found rank 0 of 2"]),
+    ("mask", ["attention_mask", "cu_seq_lens"]),
+    ("short", ["not the slice that was cut", "expected 76 tokens, found 75"]),
+    ("not cut", ["slices of packed rows only"]),
+])  # fmt: skip
 def test_a_fault_of_one_rank_raises_there_and_tells_the_others(faults, name, words):
     lines = [lines[name] or "nothing was raised" for lines, _ in faults]
     assert lines[2].startswith("InputError")

@@ -51,21 +51,18 @@ def test_a_direct_packed_call_is_exact_or_raises_and_a_padded_one_is_as_ever(fam
     assert found["lengths"]["verdict"] == ("exact" if packs else "raises"), found["lengths"]
 
 
-@pytest.mark.parametrize(
-    ("family", "call", "words"),
-    [
-        ("bamba", "lengths", f"{MEET}: BambaModel carries a state along the row"),
-        ("lfm2", "lengths", f"{MEET}: Lfm2Model has layers of kind 'conv'"),
-        ("minimax", "lengths", f"{MEET}: MiniMaxModel has layers of kind 'linear_att"),
-        ("nemotron", "lengths", "was given to the model, but did not reach its attention .NemotronAttent"),
-        ("gpt2", "lengths without positions", "cu_seq_lens_q came without position_ids.*to_flattened"),
-        ("roberta-causal", "lengths", r"RobertaEmbeddings\) counts positions from 1, and a packed row from 0"),
-        ("modernbert", "positions", RESTART),
-        ("distilbert", "positions without a cache", RESTART),
-        ("recurrent_gemma", "positions", RESTART),
-        ("llama", "positions beside a mask of ones", RESTART),
-    ],
-)
+@pytest.mark.parametrize(("family", "call", "words"), [
+    ("bamba", "lengths", f"{MEET}: BambaModel carries a state along the row"),
+    ("lfm2", "lengths", f"{MEET}: Lfm2Model has layers of kind 'conv'"),
+    ("minimax", "lengths", f"{MEET}: MiniMaxModel has layers of kind 'linear_att"),
+    ("nemotron", "lengths", "was given to the model, but did not reach its attention .NemotronAttent"),
+    ("gpt2", "lengths without positions", "cu_seq_lens_q came without position_ids.*to_flattened"),
+    ("roberta-causal", "lengths", r"RobertaEmbeddings\) counts positions from 1, and a packed row from 0"),
+    ("modernbert", "positions", RESTART),
+    ("distilbert", "positions without a cache", RESTART),
+    ("recurrent_gemma", "positions", RESTART),
+    ("llama", "positions beside a mask of ones", RESTART),
+])  # fmt: skip
 def test_a_refused_call_names_why(family, call, words):
     with pytest.raises(InputError, match=words):
         build(family, "ullage")(**calls()[call])
@@ -140,14 +137,10 @@ LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize(
-    ("rope", "exact", "mixed"),
-    [
-        (LONGROPE, [(16, 3, 9), (17, 40), (40,)], [(17, 16), (3, 40)]),
-        (DYNAMIC, [(16, 3, 9), (40,)], [(17, 16), (17, 40)]),
-    ],
-    ids=["longrope", "dynamic"],
-)
+@pytest.mark.parametrize(("rope", "exact", "mixed"), [
+    (LONGROPE, [(16, 3, 9), (17, 40), (40,)], [(17, 16), (3, 40)]),
+    (DYNAMIC, [(16, 3, 9), (40,)], [(17, 16), (17, 40)]),
+], ids=["longrope", "dynamic"])  # fmt: skip
 def test_rotary_frequencies_of_a_rows_longest_sequence_are_exact_or_refused(rope, exact, mixed):
     sizes = {"max_position_embeddings": 16 if rope is DYNAMIC else 64, "rope_parameters": rope}
     model = attention.build("llama", **sizes)

@@ -77,35 +77,31 @@ def test_a_class_that_claims_a_module_is_told_by_its_code():
     assert reasons(model) == [f"model.layers.0.mlp.up_proj (Linear8bitLt), with a forward of {__name__}"]
 
 
-@pytest.mark.parametrize(
-    ("module", "meets"),
-    [
-        (nn.Linear(2, 2), False),
-        (nn.Embedding(2, 2), False),
-        (nn.LayerNorm(4), False),
-        (nn.RMSNorm(4), False),
-        (nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), False),
-        (nn.Softmax(-1), False),
-        (nn.LayerNorm((3, 4)), True),
-        (nn.Softmax(1), True),
-        (nn.GLU(1), True),
-        (nn.Conv1d(2, 2, 1), True),
-        (nn.LSTM(2, 2), True),
-        (nn.GRUCell(2, 2), True),
-        (nn.AvgPool1d(2), True),
-        (nn.AdaptiveMaxPool1d(2), True),
-        (nn.BatchNorm1d(2), True),
-        (nn.InstanceNorm1d(2), True),
-        (nn.GroupNorm(1, 2), True),
-        (nn.ZeroPad2d((0, 0, 1, -1)), True),
-        (nn.MultiheadAttention(2, 1), True),
-        (nn.TransformerEncoderLayer(2, 1), True),
-        (nn.EmbeddingBag(2, 2), True),
-        (nn.Upsample(2), True),
-        (nn.Flatten(), True),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
+@pytest.mark.parametrize(("module", "meets"), [
+    (nn.Linear(2, 2), False),
+    (nn.Embedding(2, 2), False),
+    (nn.LayerNorm(4), False),
+    (nn.RMSNorm(4), False),
+    (nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), False),
+    (nn.Softmax(-1), False),
+    (nn.LayerNorm((3, 4)), True),
+    (nn.Softmax(1), True),
+    (nn.GLU(1), True),
+    (nn.Conv1d(2, 2, 1), True),
+    (nn.LSTM(2, 2), True),
+    (nn.GRUCell(2, 2), True),
+    (nn.AvgPool1d(2), True),
+    (nn.AdaptiveMaxPool1d(2), True),
+    (nn.BatchNorm1d(2), True),
+    (nn.InstanceNorm1d(2), True),
+    (nn.GroupNorm(1, 2), True),
+    (nn.ZeroPad2d((0, 0, 1, -1)), True),
+    (nn.MultiheadAttention(2, 1), True),
+    (nn.TransformerEncoderLayer(2, 1), True),
+    (nn.EmbeddingBag(2, 2), True),
+    (nn.Upsample(2), True),
+    (nn.Flatten(), True),
+], ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value))  # fmt: skip
 def test_torchs_own_modules(module, meets):
     assert lets_tokens_meet(module) is meets
     # Put where a model makes none, it is a part of another author; but a whole layer of torch's own parts is one too.
@@ -162,15 +158,12 @@ def test_a_subclass_that_changes_what_a_call_does_is_unknown(changes):
     assert [part.kind for part in unknown_parts(kind(llama_config()))] == ["Mine"]
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
+@pytest.mark.parametrize("register", [
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+])  # fmt: skip
 def test_hooks_of_others(register):
     model = llama()
     handle = getattr(model.model.norm, register)(lambda *given: None)

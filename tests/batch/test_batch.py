@@ -10,28 +10,25 @@ from torch.nn.utils.rnn import pack_sequence
 from ullage import InputError, Layout, RaggedBatch
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "a batch needs at least one sample: found none"),
-        ([{"a": [1, 2], "b": [1, 2]}, {"a": [1, 2], "b": [1]}],
-         r"the fields of a sample disagree in length \(sample 1, field 'b'\): expected 2 as in 'a', found 1"),
-        ([{"a": [1]}, {"a": 3}],
-         r"not the same in all samples \(sample 1, field 'a'\): expected int64 per token, found int64 per sequence"),
-        ([{"a": [1]}, {"a": []}], r"a sequence is empty \(sample 1\): expected at least one token, found 0"),
-        ([{"a": [1], "b": 1}, {"a": [1]}],
-         r"a sample lacks a field \(sample 1, field 'b'\): expected fields \['a', 'b'\], found fields \['a'\]"),
-        ([{"a": [1]}, {"a": [1], "b": 2}],
-         r"a field that others have not \(sample 1, field 'b'\): .* found fields \['a', 'b'\]"),
-        ([{"a": [1], "text": "hello"}],
-         r"neither a number nor an array of numbers \(sample 0, field 'text'\): found str"),
-        ([{"a": [1], "b": None}], r"neither a number nor an array of numbers \(sample 0, field 'b'\): found NoneType"),
-        ([{"a": [[1, 2], [3]]}], r"neither a number nor an array of numbers \(sample 0, field 'a'\)"),
-        ([{"id": 3}], r"no field is token-aligned \(sample 0\): expected at least one array or list, found \['id'\]"),
-        ([{"a": np.zeros((2, 3))}, {"a": np.zeros((2, 4))}],
-         r"not the same in all samples \(sample 1, field 'a'\): expected .* of shape \[3\], found .* of shape \[4\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("samples", "message"), [
+    ([], "a batch needs at least one sample: found none"),
+    ([{"a": [1, 2], "b": [1, 2]}, {"a": [1, 2], "b": [1]}],
+     r"the fields of a sample disagree in length \(sample 1, field 'b'\): expected 2 as in 'a', found 1"),
+    ([{"a": [1]}, {"a": 3}],
+     r"not the same in all samples \(sample 1, field 'a'\): expected int64 per token, found int64 per sequence"),
+    ([{"a": [1]}, {"a": []}], r"a sequence is empty \(sample 1\): expected at least one token, found 0"),
+    ([{"a": [1], "b": 1}, {"a": [1]}],
+     r"a sample lacks a field \(sample 1, field 'b'\): expected fields \['a', 'b'\], found fields \['a'\]"),
+    ([{"a": [1]}, {"a": [1], "b": 2}],
+     r"a field that others have not \(sample 1, field 'b'\): .* found fields \['a', 'b'\]"),
+    ([{"a": [1], "text": "hello"}],
+     r"neither a number nor an array of numbers \(sample 0, field 'text'\): found str"),
+    ([{"a": [1], "b": None}], r"neither a number nor an array of numbers \(sample 0, field 'b'\): found NoneType"),
+    ([{"a": [[1, 2], [3]]}], r"neither a number nor an array of numbers \(sample 0, field 'a'\)"),
+    ([{"id": 3}], r"no field is token-aligned \(sample 0\): expected at least one array or list, found \['id'\]"),
+    ([{"a": np.zeros((2, 3))}, {"a": np.zeros((2, 4))}],
+     r"not the same in all samples \(sample 1, field 'a'\): expected .* of shape \[3\], found .* of shape \[4\]"),
+])  # fmt: skip
 def test_bad_samples_are_named(samples, message):
     with pytest.raises(InputError, match=message):
         RaggedBatch.from_samples(samples)
@@ -42,14 +39,11 @@ def test_values_that_disagree_with_the_layout_are_named():
         RaggedBatch({"x": torch.ones(4)}, Layout([1, 2]))
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ([[1, 1, 0], [1, 0, 1]], r"attention_mask has holes \(row 1\): expected one run of ones, found 2 runs"),
-        ([[1, 1, 0], [0, 0, 0]], r"a row of attention_mask is all padding \(row 1\)"),
-        ([1, 1, 0], r"attention_mask must be \[N, L\]: found shape \[3\]"),
-    ],
-)
+@pytest.mark.parametrize(("mask", "message"), [
+    ([[1, 1, 0], [1, 0, 1]], r"attention_mask has holes \(row 1\): expected one run of ones, found 2 runs"),
+    ([[1, 1, 0], [0, 0, 0]], r"a row of attention_mask is all padding \(row 1\)"),
+    ([1, 1, 0], r"attention_mask must be \[N, L\]: found shape \[3\]"),
+])  # fmt: skip
 def test_bad_masks_are_named(mask, message):
     with pytest.raises(InputError, match=message):
         RaggedBatch.from_padded({"x": torch.ones(2, 3)}, torch.tensor(mask))

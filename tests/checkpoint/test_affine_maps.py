@@ -129,21 +129,18 @@ def _change(described, **change):
     return described
 
 
-@pytest.mark.parametrize(
-    ("described", "info", "said"),
-    [
-        (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"parameter_with_row_parallelism_patterns": ["^w$"]}, "contradict"),
-        (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"tp_replicated_parameter_patterns": ["w"]}, "contradict"),
-        (segments_map((4, 6), 0, [(4, None)], 2), {"parameter_with_row_parallelism_patterns": ["w"]}, "contradict"),
-        (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), scale=0.5), {}, "scaled"),
-        (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), source=[13, [6, 1]]), {}, "malformed"),
-        (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), locations=[0]), {}, "malformed"),
-        (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), locations=[0, 1]), {}, "malformed"),
-        (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), source="x"), {}, "malformed"),
-        (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"affine_map": {"version": 2, "params": {}}}, "encoding"),
-        (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"universal_checkpoint_version": 0.6}, "unknown version"),
-    ],
-)
+@pytest.mark.parametrize(("described", "info", "said"), [
+    (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"parameter_with_row_parallelism_patterns": ["^w$"]}, "contradict"),
+    (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"tp_replicated_parameter_patterns": ["w"]}, "contradict"),
+    (segments_map((4, 6), 0, [(4, None)], 2), {"parameter_with_row_parallelism_patterns": ["w"]}, "contradict"),
+    (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), scale=0.5), {}, "scaled"),
+    (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), source=[13, [6, 1]]), {}, "malformed"),
+    (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), locations=[0]), {}, "malformed"),
+    (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), locations=[0, 1]), {}, "malformed"),
+    (_change(segments_map((4, 6), 0, [(4, [2, 2])], 2), source="x"), {}, "malformed"),
+    (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"affine_map": {"version": 2, "params": {}}}, "encoding"),
+    (segments_map((4, 6), 0, [(4, [2, 2])], 2), {"universal_checkpoint_version": 0.6}, "unknown version"),
+])  # fmt: skip
 def test_a_map_that_cannot_be_followed_is_refused(tmp_path, described, info, said):
     whole = np.zeros(described["logical_shape"], np.float32)
     slices = segments_map((4, 6), 0, [(4, [2, 2])], 2) if said == "malformed" else described

@@ -40,18 +40,11 @@ def test_a_conversion_that_lost_8_bit_state_is_not_called_equal(run, tmp_path):
     assert any("absmax1" in str(problem) for problem in checkpoint.verify(run, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda s, r: s.update(gain=torch.tensor(r / 7)), r"optimizer state gain differs between ranks.*rank 1"),
-        (
-            lambda s, r: s.update(extra=torch.ones(PARTITION)) if r else None,
-            r"optimizer state extra is not on all ranks",
-        ),
-        (lambda s, r: s.update(book=torch.ones(9)), r"optimizer state book is no partition.*found 9 elements"),
-    ],
-    ids=["number", "missing on rank 0", "length"],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda s, r: s.update(gain=torch.tensor(r / 7)), r"optimizer state gain differs between ranks.*rank 1"),
+    (lambda s, r: s.update(extra=torch.ones(PARTITION)) if r else None, r"optimizer state extra is not on all ranks"),
+    (lambda s, r: s.update(book=torch.ones(9)), r"optimizer state book is no partition.*found 9 elements"),
+], ids=["number", "missing on rank 0", "length"])  # fmt: skip
 def test_state_that_is_no_partition_or_differs_between_ranks_is_refused(run, tmp_path, change, said):
     change_state(run, change)
     with pytest.raises(CheckpointError, match=said):

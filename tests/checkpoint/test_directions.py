@@ -143,18 +143,14 @@ def test_there_and_back_is_the_same(a, b, origin, tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(stage=2, dp=3, round_robin=True, groups=MODEL),
-        Recipe(stage=1, dp=2, dtype="bf16_optimizer", groups=MODEL),
-        Recipe(stage=3, dp=3, sub_group_size=20, groups=MODEL),
-        Recipe(stage=1, dp=2, optimizer="adafactor", groups=MODEL),
-        Recipe(stage=2, dp=2, optimizer="sgd", groups=MODEL),
-        Recipe(stage=1, dp=4, optimizer="momentum", dtype="fp16", alignment=True, groups=MODEL),
-    ],
-    ids=lambda recipe: f"{recipe.stage}-{recipe.optimizer}-{recipe.dtype}",
-)
+@pytest.mark.parametrize("recipe", [
+    Recipe(stage=2, dp=3, round_robin=True, groups=MODEL),
+    Recipe(stage=1, dp=2, dtype="bf16_optimizer", groups=MODEL),
+    Recipe(stage=3, dp=3, sub_group_size=20, groups=MODEL),
+    Recipe(stage=1, dp=2, optimizer="adafactor", groups=MODEL),
+    Recipe(stage=2, dp=2, optimizer="sgd", groups=MODEL),
+    Recipe(stage=1, dp=4, optimizer="momentum", dtype="fp16", alignment=True, groups=MODEL),
+], ids=lambda recipe: f"{recipe.stage}-{recipe.optimizer}-{recipe.dtype}")  # fmt: skip
 def test_runs_of_other_kinds_keep_their_order_of_parameters(recipe, tmp_path):
     """Round robin lays parameters out in another order than the optimizer has, which is the one to keep."""
     source = checkpoint.read(real_zero.write(tmp_path / "run", recipe).folder)

@@ -44,16 +44,13 @@ def differences(truth, folder):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("world", "sizes", "more"),
-    [
-        (1, [1], {}),
-        (2, [1, 2], {"stage": 2, "frozen": True}),
-        (4, [1, 2, 4], {"precision": "bf16", "stage": 2}),
-        (8, [1, 2, 4, 8], {"experts": [8], "other": {"use_data_before_expert_parallelism": True}}),
-        (4, [[1, 4]], {"precision": "bf16_optimizer"}),  # layers of two sizes
-    ],
-)
+@pytest.mark.parametrize(("world", "sizes", "more"), [
+    (1, [1], {}),
+    (2, [1, 2], {"stage": 2, "frozen": True}),
+    (4, [1, 2, 4], {"precision": "bf16", "stage": 2}),
+    (8, [1, 2, 4, 8], {"experts": [8], "other": {"use_data_before_expert_parallelism": True}}),
+    (4, [[1, 4]], {"precision": "bf16_optimizer"}),  # layers of two sizes
+])  # fmt: skip
 def test_every_size_equals_the_engines(world, sizes, more, tmp_path):
     job, results = run(tmp_path, world, function="run_each", each=sizes, **more)
     for number, ep in enumerate(sizes):

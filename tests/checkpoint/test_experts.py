@@ -117,14 +117,11 @@ def test_damage_to_experts_is_refused_by_name(run, tmp_path, which):
     refused(run, tmp_path / "out", said)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("expp_rank_0_mp_rank_00_optim_states.pt", {"optimizer": {"state": {}}}, "experts without ZeRO"),
-        ("expert_0_mp_rank_00_model_states.pt", {}, "does not number its layers"),
-        ("layer_7_expert_0_mp_rank_00_model_states.pt", {}, "that the model states do not know"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("expp_rank_0_mp_rank_00_optim_states.pt", {"optimizer": {"state": {}}}, "experts without ZeRO"),
+    ("expert_0_mp_rank_00_model_states.pt", {}, "does not number its layers"),
+    ("layer_7_expert_0_mp_rank_00_model_states.pt", {}, "that the model states do not know"),
+])  # fmt: skip
 def test_files_of_other_writers_are_refused_by_name(run, tmp_path, name, content, says):
     torch.save(content, run / name)
     assert name in str(refused(run, tmp_path / "out", says))
@@ -137,21 +134,18 @@ def test_empty_optimizer_files_of_old_versions_are_passed_over(run):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dp", "ep", "more"),
-    [
-        (1, 1, {}),
-        (2, 2, {"stage": 2}),
-        (4, 4, {"dtype": "bf16"}),
-        (6, 2, {"dtype": "bf16_optimizer"}),
-        (4, 2, {"data_before": True}),
-        (4, 2, {"alignment": True}),
-        (4, 1, {"elastic": True, "stage": 2}),
-        (4, 2, {"optimizer": "sgd"}),
-        (4, 2, {"round_robin": True, "stage": 2}),
-        (24, 4, {}),  # most ranks hold padding alone of most groups
-    ],
-)
+@pytest.mark.parametrize(("dp", "ep", "more"), [
+    (1, 1, {}),
+    (2, 2, {"stage": 2}),
+    (4, 4, {"dtype": "bf16"}),
+    (6, 2, {"dtype": "bf16_optimizer"}),
+    (4, 2, {"data_before": True}),
+    (4, 2, {"alignment": True}),
+    (4, 1, {"elastic": True, "stage": 2}),
+    (4, 2, {"optimizer": "sgd"}),
+    (4, 2, {"round_robin": True, "stage": 2}),
+    (24, 4, {}),  # most ranks hold padding alone of most groups
+])  # fmt: skip
 def test_layouts(dp, ep, more, tmp_path):
     truth = real_zero.write(tmp_path / "run", recipe(dp, ep, **more))
     inventory = checkpoint.read(truth.folder)

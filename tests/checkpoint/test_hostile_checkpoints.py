@@ -175,18 +175,15 @@ class _Wild:
         return torch._utils._rebuild_tensor_v2, (storage, start, size, stride, False, OrderedDict())
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (Call(bytearray, 2**31), r"bytearray of int instead of content"),
-        (Call(bytes, 2**40), r"bytes of int instead of content"),
-        (_Wild((2, 3), (100, 1)), r"a tensor lies outside its file"),
-        (_Wild((2,), (1,), 3), r"a tensor lies outside its file"),
-        (_Wild((2**40, 2**40), (0, 0)), r"a tensor of shape"),
-        (_Wild((-2, 3), (3, 1)), r"a tensor whose shape is not made of sizes"),
-        (_Wild((2, 3), (3,)), r"a tensor whose shape is not made of sizes"),
-    ],
-)
+@pytest.mark.parametrize(("value", "said"), [
+    (Call(bytearray, 2**31), r"bytearray of int instead of content"),
+    (Call(bytes, 2**40), r"bytes of int instead of content"),
+    (_Wild((2, 3), (100, 1)), r"a tensor lies outside its file"),
+    (_Wild((2,), (1,), 3), r"a tensor lies outside its file"),
+    (_Wild((2**40, 2**40), (0, 0)), r"a tensor of shape"),
+    (_Wild((-2, 3), (3, 1)), r"a tensor whose shape is not made of sizes"),
+    (_Wild((2, 3), (3,)), r"a tensor whose shape is not made of sizes"),
+])  # fmt: skip
 def test_what_a_program_may_not_ask_for(run, tmp_path, value, said):
     edit(model(run), lambda content: content["module"].update(mean=value))
     refused(run, tmp_path / "out", said)
@@ -311,21 +308,18 @@ def test_a_pointer_that_names_nothing(tmp_path, text):
     assert "latest" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b'{"w": 5}',
-        b'{"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"w": {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 4]}}',
-        b'{"w": {"dtype": "F32", "shape": [0, 1180591620717411303424], "data_offsets": [0, 0]}}',
-        b'{"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}',
-        b'{"w": {"dtype": "F32", "shape": [1]}}',
-        b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
-        b"[" * 100_000,
-        b"[1]",
-    ],
-)
+@pytest.mark.parametrize("header", [
+    b'{"w": 5}',
+    b'{"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": "F32", "shape": [0, 1180591620717411303424], "data_offsets": [0, 0]}}',
+    b'{"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": "F32", "shape": [1]}}',
+    b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+    b"[" * 100_000,
+    b"[1]",
+])  # fmt: skip
 def test_malformed_safetensors_are_problems(tmp_path, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -349,16 +343,13 @@ def test_malformed_metadata_of_dcp_is_one_line(run, tmp_path):
             checkpoint.read(tmp_path / "dcp")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("x" * 300, r"a name too long to be a file's .*expected 255, found 300 bytes"),
-        ("optimizer_state.pt", r"a parameter has the name of a file of the universal format"),
-        ("a/b", r"a name that cannot be a file's"),
-        ("..", r"a name that cannot be a file's"),
-        ("\ud800", r"a name that cannot be a file's"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("x" * 300, r"a name too long to be a file's .*expected 255, found 300 bytes"),
+    ("optimizer_state.pt", r"a parameter has the name of a file of the universal format"),
+    ("a/b", r"a name that cannot be a file's"),
+    ("..", r"a name that cannot be a file's"),
+    ("\ud800", r"a name that cannot be a file's"),
+])  # fmt: skip
 def test_names_that_cannot_be_files_are_refused_before_anything_is_written(run, tmp_path, name, said):
     edit(model(run), lambda content: content["module"].update({name: torch.ones(3)}))
     refused(run, tmp_path / "out", said)

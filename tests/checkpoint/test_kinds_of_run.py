@@ -109,13 +109,10 @@ def set_config(folder, **zero):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("zero", "said"),
-    [
-        ({"zenflow": {"topk_ratio": 0.1}}, "a ZenFlow run is not supported: its weights are saved transposed"),
-        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "state was offloaded to NVMe"),
-    ],
-)
+@pytest.mark.parametrize(("zero", "said"), [
+    ({"zenflow": {"topk_ratio": 0.1}}, "a ZenFlow run is not supported: its weights are saved transposed"),
+    ({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "state was offloaded to NVMe"),
+])  # fmt: skip
 def test_a_kind_that_cannot_be_read_is_refused_by_its_name(run, tmp_path, zero, said):
     checkpoint.read(run)
     set_config(run, **zero)

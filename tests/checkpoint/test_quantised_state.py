@@ -113,18 +113,14 @@ UNKNOWN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        pytest.param(_lose("qmap1"), f"optimizer state state1 {UNKNOWN}", marks=pytest.mark.slow),
-        pytest.param(_lose("absmax2"), f"optimizer state state2 {UNKNOWN}", marks=pytest.mark.slow),
-        (lambda s: s[WRAPPED].update(absmax1=torch.ones(6)), f"optimizer state state1 {UNKNOWN}"),
-        (lambda s: s[WRAPPED].update(state1=torch.zeros(2, s[WRAPPED]["state1"].numel(), dtype=torch.uint8)),
-         "optimizer state state1 is quantised"),
-        (lambda s: s.update(own=torch.nn.Module()), "optimizer state own is of a kind that is not known"),
-    ],
-    ids=["no table", "no scales", "scales of no block size", "two moments in one state", "an object"],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "said"), [
+    pytest.param(_lose("qmap1"), f"optimizer state state1 {UNKNOWN}", marks=pytest.mark.slow),
+    pytest.param(_lose("absmax2"), f"optimizer state state2 {UNKNOWN}", marks=pytest.mark.slow),
+    (lambda s: s[WRAPPED].update(absmax1=torch.ones(6)), f"optimizer state state1 {UNKNOWN}"),
+    (lambda s: s[WRAPPED].update(state1=torch.zeros(2, s[WRAPPED]["state1"].numel(), dtype=torch.uint8)),
+     "optimizer state state1 is quantised"),
+    (lambda s: s.update(own=torch.nn.Module()), "optimizer state own is of a kind that is not known"),
+], ids=["no table", "no scales", "scales of no block size", "two moments in one state", "an object"])  # fmt: skip
 def test_what_is_quantised_otherwise_is_refused_by_name_and_the_weights_are_not(run, written, tmp_path, change, said):
     for rank in range(2):
         to_8bit(shard(run, rank), rank)

@@ -75,18 +75,15 @@ class Blocks(torch.Tensor):
         return self.whole[place].contiguous()
 
 
-@pytest.mark.parametrize(
-    ("shape", "cuts"),
-    [
-        ((7, 5), [[2, 3], []]),
-        ((7, 5), [[], [1, 4]]),
-        ((7, 5), [[3], [2]]),
-        ((4, 5, 6), [[1], [2], [5]]),
-        ((4, 5, 6), [[], [1, 3], [2]]),
-        ((3, 1, 2, 4), [[1], [], [1], [1, 2]]),
-        ((6,), [[5]]),
-    ],
-)
+@pytest.mark.parametrize(("shape", "cuts"), [
+    ((7, 5), [[2, 3], []]),
+    ((7, 5), [[], [1, 4]]),
+    ((7, 5), [[3], [2]]),
+    ((4, 5, 6), [[1], [2], [5]]),
+    ((4, 5, 6), [[], [1, 3], [2]]),
+    ((3, 1, 2, 4), [[1], [], [1], [1, 2]]),
+    ((6,), [[5]]),
+])  # fmt: skip
 def test_torchs_chunks_are_read_whatever_they_are_cut_along(tmp_path: Path, shape, cuts):
     whole = torch.randn(shape)
     dcp.save({"model": {"w": Blocks(whole, cuts)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)

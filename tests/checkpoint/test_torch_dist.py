@@ -38,16 +38,13 @@ def hf_folder(folder, kind, dtype=torch.float32, **more):
     return weights
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "more"),
-    [
-        ("llama", torch.float32, {}),
-        ("qwen2", torch.bfloat16, {"num_hidden_layers": 1}),
-        ("qwen3", torch.float32, {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1}),
-        ("llama", torch.float16, {"num_attention_heads": 4, "num_key_value_heads": 4}),  # no grouped attention
-        ("llama", torch.float32, {"num_key_value_heads": 1, "num_hidden_layers": 3}),  # one group for all
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype", "more"), [
+    ("llama", torch.float32, {}),
+    ("qwen2", torch.bfloat16, {"num_hidden_layers": 1}),
+    ("qwen3", torch.float32, {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1}),
+    ("llama", torch.float16, {"num_attention_heads": 4, "num_key_value_heads": 4}),  # no grouped attention
+    ("llama", torch.float32, {"num_key_value_heads": 1, "num_hidden_layers": 3}),  # one group for all
+])  # fmt: skip
 def test_hugging_face_comes_back_bit_for_bit(tmp_path, kind, dtype, more):
     weights = hf_folder(tmp_path / "hf", kind, dtype, **more)
     checkpoint.convert(tmp_path / "hf", tmp_path / "megatron", format="torch_dist", workers=1)

@@ -69,40 +69,34 @@ def test_every_argument_of_the_parser_has_a_place():
     assert sorted(shown) == sorted({action.dest for action in Parser()._actions if action.option_strings})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["trian"], "Did you mean 'train'?"),
-        (["inspct", "x"], "Did you mean 'inspect'?"),
-        (["plan", "chat", "--capacty", "5"], "--capacity"),
-        (["convert", "a", "b", "--wokers", "5"], "--workers"),
-        (["pack", "a", "b", "--capcity", "5"], "--capacity"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["trian"], "Did you mean 'train'?"),
+    (["inspct", "x"], "Did you mean 'inspect'?"),
+    (["plan", "chat", "--capacty", "5"], "--capacity"),
+    (["convert", "a", "b", "--wokers", "5"], "--workers"),
+    (["pack", "a", "b", "--capcity", "5"], "--capacity"),
+])  # fmt: skip
 def test_near_misses_are_named(arguments, said):
     done = run(*arguments)
     assert done.exit_code == 2
     assert said in done.output
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("ullage ", list(VERBS)),
-        ("ullage co", ["convert"]),
-        ("ullage plan --cap", ["--capacity"]),
-        ("ullage plan --sync ", ["microbatch", "step"]),
-        ("ullage convert a b --to zero", ["zero1", "zero2", "zero3"]),
-        ("ullage train --learn", ["--learning_rate"]),
-        ("ullage train --bf16 --max_s", ["--max_steps"]),
-        ("ullage train --dataloader", []),  # the names of the short help alone: the others take seconds to read
-        ("ullage train --help", ["--help-all"]),
-        # Nothing is what makes the shell offer files.
-        ("ullage train --data ", []),
-        ("ullage inspect ", []),
-        ("ullage plan ", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("ullage ", list(VERBS)),
+    ("ullage co", ["convert"]),
+    ("ullage plan --cap", ["--capacity"]),
+    ("ullage plan --sync ", ["microbatch", "step"]),
+    ("ullage convert a b --to zero", ["zero1", "zero2", "zero3"]),
+    ("ullage train --learn", ["--learning_rate"]),
+    ("ullage train --bf16 --max_s", ["--max_steps"]),
+    ("ullage train --dataloader", []),  # the names of the short help alone: the others take seconds to read
+    ("ullage train --help", ["--help-all"]),
+    # Nothing is what makes the shell offer files.
+    ("ullage train --data ", []),
+    ("ullage inspect ", []),
+    ("ullage plan ", []),
+])  # fmt: skip
 def test_completion(line, words):
     assert completed(line) == words
 

@@ -20,13 +20,9 @@ from ullage.core.errors import InputError, UsageError
 from ullage.models.cells import CELLS, Cell
 
 MODEL = {
-    "config.json": b"{}",
-    "model.safetensors": b"weights",
-    "tokenizer.json": b"{}",
-    "evil.py": b"x",
-    "pytorch_model.bin": b"pickle",
-    "README.md": b"",
-}
+    "config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "evil.py": b"x",
+    "pytorch_model.bin": b"pickle", "README.md": b"",
+}  # fmt: skip
 FILES = ("*.json", "model*.safetensors")
 
 

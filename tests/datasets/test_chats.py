@@ -134,24 +134,21 @@ def test_without_marks_the_text_up_to_each_turn_tells_what_the_assistant_says(ro
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
-@pytest.mark.parametrize(
-    ("row", "options", "expected"),
-    [
-        (TALK := {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "yes"}]}, {},
-         "<u> ab <a> [y] [e] [s] [</s>]"),
-        (TALK, {"max_length": 5}, "<u> ab <a> [y] [e]"),
-        (TALK, {"completion_only_loss": False}, "[<u>] [ab] [<a>] [y] [e] [s] [</s>]"),
-        (LONG := {"prompt": turns("u"), "completion": turns("ab", "m", "c", first="user")[::-1]},
-         {"assistant_only_loss": True}, "<u> u <u> c <a> [m] [</s>] <u> ab"),
-        (LONG, {}, "<u> u [<u>] [c] [<a>] [m] [</s>] [<u>] [ab]"),
-        ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True},
-         "<u> q <a> [a] [</s>] <u> r <a> [b] [</s>]"),
-        ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True, "max_length": 6},
-         "<u> q <a> [a] [</s>] <u>"),
-        ({"prompt": "q:", "completion": " ab!"}, {}, "q : [Ġab] [!] [</s>]"),
-        ({"prompt": "q:", "completion": " ab!"}, {"max_length": 3}, "q : [Ġab]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "options", "expected"), [
+    (TALK := {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "yes"}]}, {},
+     "<u> ab <a> [y] [e] [s] [</s>]"),
+    (TALK, {"max_length": 5}, "<u> ab <a> [y] [e]"),
+    (TALK, {"completion_only_loss": False}, "[<u>] [ab] [<a>] [y] [e] [s] [</s>]"),
+    (LONG := {"prompt": turns("u"), "completion": turns("ab", "m", "c", first="user")[::-1]},
+     {"assistant_only_loss": True}, "<u> u <u> c <a> [m] [</s>] <u> ab"),
+    (LONG, {}, "<u> u [<u>] [c] [<a>] [m] [</s>] [<u>] [ab]"),
+    ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True},
+     "<u> q <a> [a] [</s>] <u> r <a> [b] [</s>]"),
+    ({"messages": turns("q", "a", "r", "b")}, {"assistant_only_loss": True, "max_length": 6},
+     "<u> q <a> [a] [</s>] <u>"),
+    ({"prompt": "q:", "completion": " ab!"}, {}, "q : [Ġab] [!] [</s>]"),
+    ({"prompt": "q:", "completion": " ab!"}, {"max_length": 3}, "q : [Ġab]"),
+])  # fmt: skip
 def test_labels_are_what_a_person_marks_by_hand(template, row, options, expected):
     own = tokenizer(template)
     sample = tokenize_chats([row], own, **options)[0]

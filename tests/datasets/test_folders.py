@@ -39,45 +39,39 @@ def chosen(folder, names, card=None, **options):
     return [path.relative_to(folder.resolve()).as_posix() for path in files_of(folder, **options)]
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "expected"),
-    [
-        (["a.csv"], {}, ["a.csv"]),
-        (["b.jsonl", "a.jsonl", "LICENSE.txt", "README.md", ".git/x.json", "dataset_infos.json"], {}, ["a.jsonl", "b.jsonl"]),
-        (["train.csv", "test.csv", "more.csv"], {}, ["train.csv"]),
-        (["data/dev.csv", "data/train-1.csv"], {"split": "validation"}, ["data/dev.csv"]),
-        (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001-ab12.parquet"],
-         {"split": "train_sft"}, ["data/train_sft-00000-of-00001.parquet"]),
-        (["train-00001-of-00002.parquet", "train-00000-of-00002.parquet"], {},
-         ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]),
-        (["restrained.csv"], {}, ["restrained.csv"]),
-        (["a.parquet", "b.parquet", "notes.txt"], {}, ["a.parquet", "b.parquet"]),
-        (NAMES, {"card": CARD, "config": "small"}, ["small/a.jsonl", "small/b.jsonl"]),
-        (NAMES, {"card": CARD, "config": "small", "split": "test"}, ["other.jsonl", "small/held/x/c.jsonl"]),
-        (NAMES, {"card": CARD, "config": "big", "split": "test"}, ["big/test.csv"]),
-        ([*NAMES, "a.csv", "in/b.csv"], {"card": CARD, "config": "flat"}, ["a.csv"]),
-        (["a.csv"], {"card": "no head"}, ["a.csv"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "options", "expected"), [
+    (["a.csv"], {}, ["a.csv"]),
+    (["b.jsonl", "a.jsonl", "LICENSE.txt", "README.md", ".git/x.json", "dataset_infos.json"], {}, ["a.jsonl", "b.jsonl"]),
+    (["train.csv", "test.csv", "more.csv"], {}, ["train.csv"]),
+    (["data/dev.csv", "data/train-1.csv"], {"split": "validation"}, ["data/dev.csv"]),
+    (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001-ab12.parquet"],
+     {"split": "train_sft"}, ["data/train_sft-00000-of-00001.parquet"]),
+    (["train-00001-of-00002.parquet", "train-00000-of-00002.parquet"], {},
+     ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]),
+    (["restrained.csv"], {}, ["restrained.csv"]),
+    (["a.parquet", "b.parquet", "notes.txt"], {}, ["a.parquet", "b.parquet"]),
+    (NAMES, {"card": CARD, "config": "small"}, ["small/a.jsonl", "small/b.jsonl"]),
+    (NAMES, {"card": CARD, "config": "small", "split": "test"}, ["other.jsonl", "small/held/x/c.jsonl"]),
+    (NAMES, {"card": CARD, "config": "big", "split": "test"}, ["big/test.csv"]),
+    ([*NAMES, "a.csv", "in/b.csv"], {"card": CARD, "config": "flat"}, ["a.csv"]),
+    (["a.csv"], {"card": "no head"}, ["a.csv"]),
+])  # fmt: skip
 def test_the_files_of_a_split(tmp_path, names, options, expected, capfd):
     assert chosen(tmp_path, names, **options) == expected
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "message"),
-    [
-        (["README.md", "a.py"], {}, "no files of data.*found README.md, a.py"),
-        (["train.csv", "test.csv"], {"split": "eval"},
-         r"no such split \(.*\): expected one of train, test, found eval"),
-        (["a/train.csv"], {"config": "b"}, "no such configuration .*expected one of default, found b"),
-        (["a.csv"], {"card": "---\nconfigs: [[\n---"}, "the folder cannot be read"),
-        (NAMES, {"card": CARD}, "several configurations .*: expected one of small, big, flat, found none asked for"),
-        (NAMES, {"card": CARD, "config": "huge"},
-         "no such configuration .*: expected one of small, big, flat, found huge"),
-        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], {}, "a numbered file is missing.*no 00001"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "options", "message"), [
+    (["README.md", "a.py"], {}, "no files of data.*found README.md, a.py"),
+    (["train.csv", "test.csv"], {"split": "eval"},
+     r"no such split \(.*\): expected one of train, test, found eval"),
+    (["a/train.csv"], {"config": "b"}, "no such configuration .*expected one of default, found b"),
+    (["a.csv"], {"card": "---\nconfigs: [[\n---"}, "the folder cannot be read"),
+    (NAMES, {"card": CARD}, "several configurations .*: expected one of small, big, flat, found none asked for"),
+    (NAMES, {"card": CARD, "config": "huge"},
+     "no such configuration .*: expected one of small, big, flat, found huge"),
+    (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], {}, "a numbered file is missing.*no 00001"),
+])  # fmt: skip
 def test_what_a_folder_does_not_have_is_said(tmp_path, names, options, message):
     with pytest.raises(InputError, match=message):
         chosen(tmp_path, names, **options)

@@ -98,35 +98,32 @@ def test_a_column_that_is_asked_for(tmp_path):
         read_lengths(path, "nope")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.npy", b"17\n5\n", ".npy file cannot be read"),
-        ("a.parquet", b"not parquet at all", "not what its ending .parquet says"),
-        ("a.csv", b"PAR1 and so on", "the dataset is empty"),
-        ("a.txt", b"\x93NUMPY\x01\x00", "a line is not UTF-8 (a.txt, line 1)"),
-        ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
-        ("a.xlsx", b"?", "ending is unknown"),
-        ("a", b"?", "expected .npy, .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, found none"),
-        ("a.txt", b"\n \n", "holds no lengths"),
-        ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a value is missing (a.jsonl, column length, row 1)"),
-        ("a.jsonl", b'{"length": 5}\n7\n', "a line is no JSON object (a.jsonl, line 2): found '7'"),
-        ("a.jsonl", b'{"length": 5}\n{"length": "x"}\n', "column length, row 1): found 'x'"),
-        ("a.jsonl", b'{"length": -5}\n', "must not be negative"),
-        ("a.jsonl", b'{"length": 2.5}\n', "must be integers"),
-        ("a.jsonl", b'{"length": true}\n', "neither lengths nor tokens nor text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "column text, row 1"),
-        ("a.jsonl", b'{"a": 5, "b": 6}\n', "expected length, input_ids or text, found a, b"),
-        ("a.txt", b"5 -7", "must not be negative (a.txt, item 1)"),
-        ("a.txt", b"5 nan", "must be integers"),
-        ("a.txt", b"5 1e400", "must be integers"),
-        ("a.csv", b"length\n5\nx\n", "column length, row 1): found 'x'"),
-        ("a.csv", b"length\n5\nnan\n", "column length, row 1): found 'nan'"),
-        ("a.csv", b"length\nx\n", "found 'x'"),
-        ("a.csv", b"a,b\n1,2\n", "found a, b"),
-        ("a.csv", b"id;length\n1;2\n", "parted by commas (a.csv): found id;length"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.npy", b"17\n5\n", ".npy file cannot be read"),
+    ("a.parquet", b"not parquet at all", "not what its ending .parquet says"),
+    ("a.csv", b"PAR1 and so on", "the dataset is empty"),
+    ("a.txt", b"\x93NUMPY\x01\x00", "a line is not UTF-8 (a.txt, line 1)"),
+    ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
+    ("a.xlsx", b"?", "ending is unknown"),
+    ("a", b"?", "expected .npy, .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, found none"),
+    ("a.txt", b"\n \n", "holds no lengths"),
+    ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a value is missing (a.jsonl, column length, row 1)"),
+    ("a.jsonl", b'{"length": 5}\n7\n', "a line is no JSON object (a.jsonl, line 2): found '7'"),
+    ("a.jsonl", b'{"length": 5}\n{"length": "x"}\n', "column length, row 1): found 'x'"),
+    ("a.jsonl", b'{"length": -5}\n', "must not be negative"),
+    ("a.jsonl", b'{"length": 2.5}\n', "must be integers"),
+    ("a.jsonl", b'{"length": true}\n', "neither lengths nor tokens nor text"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "column text, row 1"),
+    ("a.jsonl", b'{"a": 5, "b": 6}\n', "expected length, input_ids or text, found a, b"),
+    ("a.txt", b"5 -7", "must not be negative (a.txt, item 1)"),
+    ("a.txt", b"5 nan", "must be integers"),
+    ("a.txt", b"5 1e400", "must be integers"),
+    ("a.csv", b"length\n5\nx\n", "column length, row 1): found 'x'"),
+    ("a.csv", b"length\n5\nnan\n", "column length, row 1): found 'nan'"),
+    ("a.csv", b"length\nx\n", "found 'x'"),
+    ("a.csv", b"a,b\n1,2\n", "found a, b"),
+    ("a.csv", b"id;length\n1;2\n", "parted by commas (a.csv): found id;length"),
+])  # fmt: skip
 def test_bad_files(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / name, content)
@@ -175,17 +172,14 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ([CHAT, CHAT], "messages"),
-        ([[[1, 2]], [[3]]], "list"),
-        ([[1, 2], [1.5]], "row 1.*found 1.5"),
-        ([["a"], ["b", "c"]], "row 0.*string"),
-        ([[True], [False]], "row 0.*bool"),
-        ([[1], [2, None]], "row 1.*found None"),
-    ],
-)
+@pytest.mark.parametrize(("values", "found"), [
+    ([CHAT, CHAT], "messages"),
+    ([[[1, 2]], [[3]]], "list"),
+    ([[1, 2], [1.5]], "row 1.*found 1.5"),
+    ([["a"], ["b", "c"]], "row 0.*string"),
+    ([[True], [False]], "row 0.*bool"),
+    ([[1], [2, None]], "row 1.*found None"),
+])  # fmt: skip
 def test_lists_of_anything_but_integers_are_refused_by_name(tmp_path, ending, values, found):
     """A conversation is a list too: its turns are not tokens."""
     path = tmp_path / f"a.{ending}"
@@ -249,16 +243,13 @@ def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
         read_lengths([tmp_path / "a.tsv", tmp_path / "c.tsv"])
 
 
-@pytest.mark.parametrize(
-    ("values", "place"),
-    [
-        ([1, 1, None], "row 2"),
-        ([1, 1, -1], "item 2"),
-        ([[1], [1], None], "row 2"),
-        ([[1], [1], [None]], "row 2"),
-        (["a", "a", None], "row 2"),
-    ],
-)
+@pytest.mark.parametrize(("values", "place"), [
+    ([1, 1, None], "row 2"),
+    ([1, 1, -1], "item 2"),
+    ([[1], [1], None], "row 2"),
+    ([[1], [1], [None]], "row 2"),
+    (["a", "a", None], "row 2"),
+])  # fmt: skip
 def test_a_bad_row_is_counted_from_the_beginning_of_the_file(tmp_path, values, place):
     # Written two rows at a time.
     with pytest.raises(InputError, match=place):

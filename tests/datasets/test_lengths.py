@@ -64,28 +64,25 @@ def test_csv_of_several_columns(tmp_path):
     np.testing.assert_array_equal(mock_lengths({"mode": "file", "path": tmp_path / "lengths.csv"}), [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"mode": "gaussian"}, "mode is unknown: expected file or distribution or verification, found gaussian"),
-        ({}, "mode is unknown"),
-        (LOGNORMAL | {"sigma": 1}, "unknown keys (mode distribution)"),
-        (LOGNORMAL | {"type": "linear"}, "type is unknown: expected lognormal, found linear"),
-        ({"mode": "distribution", "type": "lognormal"}, "lacks keys"),
-        ({"mode": "file"}, "lacks keys (mode file): expected path"),
-        ({"mode": "verification"}, "lacks keys (mode verification): expected data_path"),
-        (LOGNORMAL | {"mean_seq_len": "many"}, "not a number (mean_seq_len): found many"),
-        (LOGNORMAL | {"mean_seq_len": float("nan")}, "not a number (mean_seq_len)"),
-        (LOGNORMAL | {"mean_seq_len": 0}, "too small (mean_seq_len)"),
-        (LOGNORMAL | {"min_seq_len": -1}, "too small (min_seq_len)"),
-        (LOGNORMAL | {"min_seq_len": 1.5}, "not an integer (min_seq_len)"),
-        (LOGNORMAL | {"min_seq_len": 4096}, "expected min_seq_len <= max_seq_len, found 4096 > 2048"),
-        ("{broken", "is not JSON"),
-        ("nowhere.json", "cannot be read (nowhere.json)"),
-        ({"mode": "file", "path": "nowhere.csv"}, "cannot be read (nowhere.csv)"),
-        ([1], "must be a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    ({"mode": "gaussian"}, "mode is unknown: expected file or distribution or verification, found gaussian"),
+    ({}, "mode is unknown"),
+    (LOGNORMAL | {"sigma": 1}, "unknown keys (mode distribution)"),
+    (LOGNORMAL | {"type": "linear"}, "type is unknown: expected lognormal, found linear"),
+    ({"mode": "distribution", "type": "lognormal"}, "lacks keys"),
+    ({"mode": "file"}, "lacks keys (mode file): expected path"),
+    ({"mode": "verification"}, "lacks keys (mode verification): expected data_path"),
+    (LOGNORMAL | {"mean_seq_len": "many"}, "not a number (mean_seq_len): found many"),
+    (LOGNORMAL | {"mean_seq_len": float("nan")}, "not a number (mean_seq_len)"),
+    (LOGNORMAL | {"mean_seq_len": 0}, "too small (mean_seq_len)"),
+    (LOGNORMAL | {"min_seq_len": -1}, "too small (min_seq_len)"),
+    (LOGNORMAL | {"min_seq_len": 1.5}, "not an integer (min_seq_len)"),
+    (LOGNORMAL | {"min_seq_len": 4096}, "expected min_seq_len <= max_seq_len, found 4096 > 2048"),
+    ("{broken", "is not JSON"),
+    ("nowhere.json", "cannot be read (nowhere.json)"),
+    ({"mode": "file", "path": "nowhere.csv"}, "cannot be read (nowhere.csv)"),
+    ([1], "must be a JSON object"),
+])  # fmt: skip
 def test_bad_mock_configurations(config, message):
     with pytest.raises(InputError) as caught:
         mock_lengths(config, n=4)

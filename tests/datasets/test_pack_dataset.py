@@ -81,14 +81,11 @@ LONG = [[1, 2, 3, 4, 5], [6, 7], [], [8, 9, 10, 11], [12]]
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("strategy", "ids", "lengths"),
-    [
-        ("bfd", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 12]], [[4], [4], [2, 1]]),
-        ("bfd_split", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 5, 12]], [[4], [4], [2, 1, 1]]),
-        ("wrapped", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], None),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "ids", "lengths"), [
+    ("bfd", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 12]], [[4], [4], [2, 1]]),
+    ("bfd_split", [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 5, 12]], [[4], [4], [2, 1, 1]]),
+    ("wrapped", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], None),
+])  # fmt: skip
 def test_trls_strategies_mean_what_they_do_there(strategy, ids, lengths):
     import trl
 

@@ -34,13 +34,9 @@ def folder(tmp_path_factory):
 
 
 ALONE = {
-    "llama": trained(),
-    "qwen3": trained(kind="qwen3"),
-    "tied": trained(model=TIED),
-    "frozen": trained(frozen=True),
-    "few": trained(model=FEW),
-    "recurrent": trained(kind="recurrent"),
-}
+    "llama": trained(), "qwen3": trained(kind="qwen3"), "tied": trained(model=TIED), "frozen": trained(frozen=True),
+    "few": trained(model=FEW), "recurrent": trained(kind="recurrent"),
+}  # fmt: skip
 TWO = {
     "cp": ("llama", trained(mesh=[1, 2, 1])),
     "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 2, 1])),

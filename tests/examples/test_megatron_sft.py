@@ -40,18 +40,14 @@ def test_tensor_and_sequence_parallel_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
+@pytest.mark.parametrize("layout", [
+    ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2],
+    ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
     [
-        ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2],
-        ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
-        [
-            *("--pipeline-model-parallel-size", 2, "--context-parallel-size", 2),
-            *("--sequence-packing-scheduler", "dp_balanced"),
-        ],
+        *("--pipeline-model-parallel-size", 2, "--context-parallel-size", 2),
+        *("--sequence-packing-scheduler", "dp_balanced"),
     ],
-    ids=["cp2.tp2", "pp2.vpp2", "pp2.cp2"],
-)
+], ids=["cp2.tp2", "pp2.vpp2", "pp2.cp2"])  # fmt: skip
 def test_packed_trains_as_padded(layout):
     packed = run(4, *layout, "--sequence-packing", "--max-seqlen-per-dp-cp-rank", 96)
     padded = run(4, *layout)

@@ -26,13 +26,9 @@ def test_what_a_rank_receives_is_what_the_others_send_it(rows, pad_to_multiple_o
     ranks = len(rows)
     capacity = 52 if oversize == "error" else 32
     plan = ullage.plan(
-        gathered.lengths,
-        ranks=ranks,
-        capacity=capacity,
-        pad_to_multiple_of=pad_to_multiple_of,
-        microbatch_multiple=multiple,
-        oversize=oversize,
-    )
+        gathered.lengths, ranks=ranks, capacity=capacity, pad_to_multiple_of=pad_to_multiple_of,
+        microbatch_multiple=multiple, oversize=oversize,
+    )  # fmt: skip
     routes = [route(plan, gathered, rank) for rank in range(ranks)]
     if oversize == "drop":
         assert sorted(plan.order.tolist()) == np.flatnonzero(gathered.lengths <= capacity).tolist()

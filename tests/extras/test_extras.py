@@ -138,18 +138,15 @@ def test_a_command_without_its_extra_says_so_in_one_line(core, verb, tmp_path):
     assert done.stderr == f"ullage: ullage {verb} needs transformers: {install_command('hf')}\n"
 
 
-@pytest.mark.parametrize(
-    ("origin", "said"),
-    [
-        (None, "pip install 'ullage[hf]'"),
-        ({"url": "file://{tree}", "dir_info": {}}, "pip install '{tree}[hf]'"),
-        ({"url": "file:///gone/ullage.whl", "archive_info": {}}, "pip install 'ullage[hf]'"),
-        (
-            {"url": "https://host/ullage", "vcs_info": {"vcs": "git", "commit_id": "1"}},
-            "pip install 'ullage[hf] @ git+https://host/ullage'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("origin", "said"), [
+    (None, "pip install 'ullage[hf]'"),
+    ({"url": "file://{tree}", "dir_info": {}}, "pip install '{tree}[hf]'"),
+    ({"url": "file:///gone/ullage.whl", "archive_info": {}}, "pip install 'ullage[hf]'"),
+    (
+        {"url": "https://host/ullage", "vcs_info": {"vcs": "git", "commit_id": "1"}},
+        "pip install 'ullage[hf] @ git+https://host/ullage'",
+    ),
+])  # fmt: skip
 def test_the_hint_can_be_typed_where_ullage_was_installed(origin, said, tmp_path, monkeypatch):
     site = tmp_path / "packages"
     (site / "ullage-1.dist-info").mkdir(parents=True)
@@ -180,16 +177,12 @@ def test_the_error_is_an_import_error_and_crosses_processes():
     assert (str(copy), copy.what, copy.name) == (str(error), f"this needs trl: {install_command('trl')}", "trl")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
-        ModuleNotFoundError("No module named 'transformers.gone'", name="transformers.gone"),
-        ImportError("cannot import name 'Gone' from 'transformers'", name="transformers"),
-        ImportError("no name at all"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("error", [
+    ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
+    ModuleNotFoundError("No module named 'transformers.gone'", name="transformers.gone"),
+    ImportError("cannot import name 'Gone' from 'transformers'", name="transformers"),
+    ImportError("no name at all"),
+], ids=str)  # fmt: skip
 def test_another_import_error_stays_as_it_is(error):
     """A module of ours or theirs that is broken is no missing extra."""
     with pytest.raises(ImportError) as raised, needed_by("this"):

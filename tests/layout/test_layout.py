@@ -38,17 +38,14 @@ def test_cu_seqlens_refuses_what_int32_cannot_count():
         _ = layout.cu_seqlens
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([3, -1], r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
-        ([3, 1.5], r"lengths must be integers \(item 1\): found 1.5"),
-        ([3, float("nan")], r"lengths must be integers \(item 1\): found nan"),
-        ([[3], [4]], r"lengths must have one dimension: expected \[n\], found shape \[2, 1\]"),
-        ([[3], [4, 5]], "lengths are not a flat list of integers"),
-        (["a"], "lengths must be integers: found dtype"),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "message"), [
+    ([3, -1], r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
+    ([3, 1.5], r"lengths must be integers \(item 1\): found 1.5"),
+    ([3, float("nan")], r"lengths must be integers \(item 1\): found nan"),
+    ([[3], [4]], r"lengths must have one dimension: expected \[n\], found shape \[2, 1\]"),
+    ([[3], [4, 5]], "lengths are not a flat list of integers"),
+    (["a"], "lengths must be integers: found dtype"),
+])  # fmt: skip
 def test_bad_lengths_are_named(lengths, message):
     with pytest.raises(ValueError, match=message):
         Layout(lengths)

@@ -90,14 +90,11 @@ def test_ranges_and_counting_are_those_of_a_loop(items):
     assert starts_of(sizes).tolist() == [sum(items[:i]) for i in range(len(items))]
 
 
-@pytest.mark.parametrize(
-    ("size", "rank", "order", "message"),
-    [
-        (2, 2, "zigzag", "no such context-parallel rank: expected 0 to 1, found 2"),
-        (0, 0, "zigzag", "no such context-parallel rank"),
-        (2, 0, "zagzig", "no such order of slices: expected 'zigzag' or 'contiguous', found 'zagzig'"),
-    ],
-)
+@pytest.mark.parametrize(("size", "rank", "order", "message"), [
+    (2, 2, "zigzag", "no such context-parallel rank: expected 0 to 1, found 2"),
+    (0, 0, "zigzag", "no such context-parallel rank"),
+    (2, 0, "zagzig", "no such order of slices: expected 'zigzag' or 'contiguous', found 'zagzig'"),
+])  # fmt: skip
 def test_a_rank_or_an_order_that_does_not_exist_cuts_nothing(size, rank, order, message):
     with pytest.raises(InputError, match=message):
         Layout([4, 8]).cut(size, rank, order)

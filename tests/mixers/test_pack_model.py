@@ -239,16 +239,13 @@ def test_positions_that_a_head_counts_through_the_row_do_not_reach_the_backbone(
     assert near(model(**packed_row()).logits[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("positions", "lengths"),
-    [
-        ([0, 1, 0, 0, 1, 2], [2, 3]),  # one token of padding behind the first
-        ([0, 0, 0, 0, 1, 0], [1, 2]),
-        ([0, 1, 2, 0, 1, 2], [3, 3]),
-        ([0, 1, 0, 5, 6, 7], [3, 3]),  # positions of one's own
-        ([0, 2, 0, 0, 1, 2], [3, 3]),
-    ],
-)
+@pytest.mark.parametrize(("positions", "lengths"), [
+    ([0, 1, 0, 0, 1, 2], [2, 3]),  # one token of padding behind the first
+    ([0, 0, 0, 0, 1, 0], [1, 2]),
+    ([0, 1, 2, 0, 1, 2], [3, 3]),
+    ([0, 1, 0, 5, 6, 7], [3, 3]),  # positions of one's own
+    ([0, 2, 0, 0, 1, 2], [3, 3]),
+])  # fmt: skip
 def test_padding_is_told_by_positions_that_count_from_0_and_stay_there(positions, lengths):
     found = read_row(torch.tensor([0, 3, 6]), 6, torch.tensor([positions]))
     assert found.lengths.tolist() == lengths
@@ -286,22 +283,19 @@ def test_a_model_whose_sequences_compete_is_refused_with_the_path():
         pack_model(BertForMultipleChoice(config))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"attention_mask": torch.zeros(1, 26)}, ["takes no mask", "attention_mask"]),
-        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, ["pixel_values", "images, audio"]),
-        ({"past_key_values": object()}, ["takes no cache"]),
-        ({"output_attentions": True}, ["no attention weights"]),
-        ({"cu_seq_lens_q": torch.tensor([0, 7, 10], dtype=torch.int32)}, ["does not cover the row", "26", "10"]),
-        (
-            {"cu_seq_lens_q": torch.tensor([1, 26], dtype=torch.int32)},
-            ["does not cover the row: expected rising from 0 to 26"],
-        ),
-        ({"input_ids": torch.zeros(2, 13, dtype=torch.int64)}, ["one row of tokens", "[2, 13]"]),
-        ({"position_ids": torch.arange(26)[None] % 26}, ["counts positions by itself"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"attention_mask": torch.zeros(1, 26)}, ["takes no mask", "attention_mask"]),
+    ({"pixel_values": torch.zeros(2, 3, 8, 8)}, ["pixel_values", "images, audio"]),
+    ({"past_key_values": object()}, ["takes no cache"]),
+    ({"output_attentions": True}, ["no attention weights"]),
+    ({"cu_seq_lens_q": torch.tensor([0, 7, 10], dtype=torch.int32)}, ["does not cover the row", "26", "10"]),
+    (
+        {"cu_seq_lens_q": torch.tensor([1, 26], dtype=torch.int32)},
+        ["does not cover the row: expected rising from 0 to 26"],
+    ),
+    ({"input_ids": torch.zeros(2, 13, dtype=torch.int64)}, ["one row of tokens", "[2, 13]"]),
+    ({"position_ids": torch.arange(26)[None] % 26}, ["counts positions by itself"]),
+])  # fmt: skip
 def test_a_call_that_has_no_exact_answer_is_refused(change, words):
     model = tiny_model("bloom", "causal")  # takes no position_ids
     pack_model(model)

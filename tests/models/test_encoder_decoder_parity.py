@@ -147,15 +147,12 @@ def test_every_way_in_equals_one_by_one(attention: str, way: str) -> None:
     _check(_model(attention=attention), _samples(), way)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"num_hidden_layers": 1, "num_decoder_layers": 3},
-        {"num_hidden_layers": 3, "num_decoder_layers": 1, "bidirectional": False},
-        {"num_hidden_layers": 2, "residual": True, "layer_norm": True},
-        {"tie_word_embeddings": True},
-    ],
-)
+@pytest.mark.parametrize("shape", [
+    {"num_hidden_layers": 1, "num_decoder_layers": 3},
+    {"num_hidden_layers": 3, "num_decoder_layers": 1, "bidirectional": False},
+    {"num_hidden_layers": 2, "residual": True, "layer_norm": True},
+    {"tie_word_embeddings": True},
+])  # fmt: skip
 def test_every_shape_equals_one_by_one(shape: dict[str, Any]) -> None:
     _check(_model(**shape), _samples(), "nested")
 

@@ -139,18 +139,15 @@ POOLINGS = "'last' or 'mean' or 'attention'"
 ATTENTIONS = "expected 'additive' or 'dot'"
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "message"),
-    [
-        (RecurrentConfig, {"cell": "mamba"}, f"no such recurrent cell: expected {NAMES}, found 'mamba'"),
-        (RecurrentConfig, {"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
-        (RecurrentConfig, {"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),
-        (RecurrentConfig, {"pooling": "max"}, f"no such pooling: expected {POOLINGS}, found 'max'"),
-        (RecurrentEncoderDecoderConfig, {"attention": "linear"}, f"no such attention: {ATTENTIONS}, found 'linear'"),
-        (RecurrentEncoderDecoderConfig, {"cell": "mamba"}, "no such recurrent cell"),
-        (RecurrentEncoderDecoderConfig, {"num_decoder_layers": 0}, "num_hidden_layers must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("config", "changes", "message"), [
+    (RecurrentConfig, {"cell": "mamba"}, f"no such recurrent cell: expected {NAMES}, found 'mamba'"),
+    (RecurrentConfig, {"hidden_size": 0}, "hidden_size must be positive: expected >= 1, found 0"),
+    (RecurrentConfig, {"dropout": 1.0}, "dropout must be a probability: expected 0 <= dropout < 1, found 1.0"),
+    (RecurrentConfig, {"pooling": "max"}, f"no such pooling: expected {POOLINGS}, found 'max'"),
+    (RecurrentEncoderDecoderConfig, {"attention": "linear"}, f"no such attention: {ATTENTIONS}, found 'linear'"),
+    (RecurrentEncoderDecoderConfig, {"cell": "mamba"}, "no such recurrent cell"),
+    (RecurrentEncoderDecoderConfig, {"num_decoder_layers": 0}, "num_hidden_layers must be positive"),
+])  # fmt: skip
 def test_configurations_that_make_no_model(config: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         config(**changes)

@@ -12,12 +12,8 @@ from ullage import InputError, TransformerCost
 pytestmark = pytest.mark.parity
 
 _SMALL = {
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "vocab_size": 67,
-}
+    "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 67,
+}  # fmt: skip
 _KEYS = {"num_key_value_heads": 2}
 CONFIGS = {
     "llama": (transformers.LlamaConfig, _SMALL | _KEYS),

@@ -53,18 +53,15 @@ def test_a_name_that_a_module_lacks_fails_the_test(script):
         torchrun(2, script("import ullage.no_such_module"))
 
 
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        ("import sys; sys.exit(3)", 3),
-        ("raise ValueError", 1),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
-        ("import os; os.abort()", -6),
-        ("raise KeyboardInterrupt", -2),
-        ("import atexit, os; atexit.register(os._exit, 5)", 5),
-        ("import os\nclass Last:\n    def __del__(self, leave=os._exit): leave(6)\nlast = Last()", 6),
-    ],
-)
+@pytest.mark.parametrize(("text", "status"), [
+    ("import sys; sys.exit(3)", 3),
+    ("raise ValueError", 1),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+    ("import os; os.abort()", -6),
+    ("raise KeyboardInterrupt", -2),
+    ("import atexit, os; atexit.register(os._exit, 5)", 5),
+    ("import os\nclass Last:\n    def __del__(self, leave=os._exit): leave(6)\nlast = Last()", 6),
+])  # fmt: skip
 def test_a_process_ends_with_the_status_that_its_interpreter_ends_with(text, status):
     assert subprocess.run([*PYTHON, "-c", text], capture_output=True).returncode == status
     assert forked.run([*PYTHON, "-c", text]).returncode == status

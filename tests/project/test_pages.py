@@ -23,14 +23,11 @@ def test_every_page_that_joins_torchruns_processes_runs_on_several():
     assert {page.name for page in pages} == set(WORLDS)
 
 
-@pytest.mark.parametrize(
-    ("page", "world"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md"))
-        for case in WORLDS.items()
-        if case[0] != "loop.md"
-    ],
-)
+@pytest.mark.parametrize(("page", "world"), [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md"))
+    for case in WORLDS.items()
+    if case[0] != "loop.md"
+])  # fmt: skip
 def test_the_snippets_of_a_distributed_page_run_on_several_processes(page, world, tmp_path):
     found = run_on(world, page, tmp_path)
     assert found == [found[0]] * world

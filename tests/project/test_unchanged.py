@@ -30,17 +30,14 @@ def test_unstable_numbers_have_a_tolerance_and_their_digests_none():
     assert records.disagreements(first, second) == {"part": {"case": ["losses"]}}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("done in 3.41 s at 2.1 GB/s, 72.2 kB", "done in # at #, #"),
-        ("tokens per second, median   1,171   2,037   +73.9 %", "tokens per second, median#"),
-        ("speed 1,620 tokens per second, loss 5.41", "speed #, loss 5.41"),
-        ("/tmp/unchanged-ab12cd34/plans/x.json is missing", "FOLDER/x.json is missing"),
-        ("found 3 sequences of 17 tokens", "found 3 sequences of 17 tokens"),
-        ("at 2026-01-02 03:04:05 <f at 0x7f00aa11bb22>", "at DATE <f at ADDRESS>"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("done in 3.41 s at 2.1 GB/s, 72.2 kB", "done in # at #, #"),
+    ("tokens per second, median   1,171   2,037   +73.9 %", "tokens per second, median#"),
+    ("speed 1,620 tokens per second, loss 5.41", "speed #, loss 5.41"),
+    ("/tmp/unchanged-ab12cd34/plans/x.json is missing", "FOLDER/x.json is missing"),
+    ("found 3 sequences of 17 tokens", "found 3 sequences of 17 tokens"),
+    ("at 2026-01-02 03:04:05 <f at 0x7f00aa11bb22>", "at DATE <f at ADDRESS>"),
+])  # fmt: skip
 def test_text_loses_only_what_differs_from_run_to_run(text, expected):
     assert records.normal(text) == expected
 

@@ -50,21 +50,18 @@ def test_nothing_has_changed(framework, capsys):
     assert "nothing has changed (expected as of 2026-08-22, 1.0)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        (
-            "cap: int = 8",
-            "cap: int = 9",
-            "pack\n    was lengths, cap=8, *, groups=None\n    is  lengths, cap=9, *, groups=None",
-        ),
-        ("def pack", "def pack_all", "pack\n    was lengths, cap=8, *, groups=None\n    is  (not there)"),
-        ("first: int", "first: int\n    third: int", "Params has a new field third"),
-        ("    first: int\n", "", "Params has no field first any more"),
-        ("send(self, to)", "send(self, to, at)", "Params.send\n    was self, to\n    is  self, to, at"),
-        ("LIMIT = 3", "LIMIT = 4", "LIMIT\n    was 3\n    is  4"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "said"), [
+    (
+        "cap: int = 8",
+        "cap: int = 9",
+        "pack\n    was lengths, cap=8, *, groups=None\n    is  lengths, cap=9, *, groups=None",
+    ),
+    ("def pack", "def pack_all", "pack\n    was lengths, cap=8, *, groups=None\n    is  (not there)"),
+    ("first: int", "first: int\n    third: int", "Params has a new field third"),
+    ("    first: int\n", "", "Params has no field first any more"),
+    ("send(self, to)", "send(self, to, at)", "Params.send\n    was self, to\n    is  self, to, at"),
+    ("LIMIT = 3", "LIMIT = 4", "LIMIT\n    was 3\n    is  4"),
+])  # fmt: skip
 def test_a_change_is_found(framework, capsys, before, after, said):
     file, expected, place = framework
     file.write_text(SOURCE.replace(before, after))

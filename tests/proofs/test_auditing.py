@@ -202,14 +202,11 @@ def test_the_command_takes_a_folder(tmp_path):
     assert (told.exit_code, "exact" in told.output) == (0, True), told.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "Missing argument 'MODEL'"),
-        (["no_such_type"], "no such text model type"),
-        (["gpt2", "--kind", "image"], "no such kind of model"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "Missing argument 'MODEL'"),
+    (["no_such_type"], "no such text model type"),
+    (["gpt2", "--kind", "image"], "no such kind of model"),
+])  # fmt: skip
 def test_the_command_refuses(arguments, words):
     told = CliRunner().invoke(app, arguments)
     assert told.exit_code != 0

@@ -69,15 +69,12 @@ def test_special_ids_are_in_the_vocabulary_and_nothing_is_dropped(model_type: st
     assert special
 
 
-@pytest.mark.parametrize(
-    ("model_type", "entry", "kinds"),
-    [
-        ("qwen3_next", "layer_types", ["linear_attention", "full_attention"]),
-        ("gemma3_text", "layer_types", ["sliding_attention", "full_attention"]),
-        ("nemotron_h", "layers_block_type", ["linear_attention", "moe", "full_attention", "mlp"]),
-        ("deepseek_v32", "mlp_layer_types", ["dense", "sparse"]),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "entry", "kinds"), [
+    ("qwen3_next", "layer_types", ["linear_attention", "full_attention"]),
+    ("gemma3_text", "layer_types", ["sliding_attention", "full_attention"]),
+    ("nemotron_h", "layers_block_type", ["linear_attention", "moe", "full_attention", "mlp"]),
+    ("deepseek_v32", "mlp_layer_types", ["dense", "sparse"]),
+])  # fmt: skip
 def test_a_hybrid_keeps_one_layer_of_each_kind(model_type: str, entry: str, kinds: list[str]) -> None:
     config = tiny_config(model_type)
     assert getattr(config, entry) == kinds

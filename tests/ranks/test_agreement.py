@@ -49,16 +49,13 @@ def test_two_ranks_fail_and_the_others_name_both(lines):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("case", "own", "quoted"),
-    [
-        ("interrupt", "KeyboardInterrupt: ", "found KeyboardInterrupt. "),
-        ("exit", "SystemExit: 3", "found SystemExit: 3. "),
-        ("stop", "StopIteration: ", "found StopIteration. "),
-        ("without words", "KeyError: ", "found KeyError. "),
-        ("long", "ValueError: " + "x" * 5000, "found ValueError: " + "x" * (2000 - len("ValueError: ")) + "…. "),
-    ],
-)
+@pytest.mark.parametrize(("case", "own", "quoted"), [
+    ("interrupt", "KeyboardInterrupt: ", "found KeyboardInterrupt. "),
+    ("exit", "SystemExit: 3", "found SystemExit: 3. "),
+    ("stop", "StopIteration: ", "found StopIteration. "),
+    ("without words", "KeyError: ", "found KeyError. "),
+    ("long", "ValueError: " + "x" * 5000, "found ValueError: " + "x" * (2000 - len("ValueError: ")) + "…. "),
+])  # fmt: skip
 def test_every_kind_of_error_is_told(lines, case, own, quoted):
     assert lines[case][1] == own
     assert quoted in others(lines, case, [1])

@@ -52,18 +52,15 @@ def test_who_owns_data_among_768_ranks(owners, count):
         assert owners & set(topology.dp.ranks) in (set(), set(topology.dp.ranks))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Topology.grid(8, dp=8), "no such rank"),
-        (lambda: Topology.grid(0, dp=0), "dp must be at least 1"),
-        (lambda: Topology.grid(0, dp=2, order=("dp", "tp")), "name every axis once"),
-        (lambda: Topology(owners="someone"), "no such owners"),
-        (lambda: Axis("dp", 2, 2), "does not lie on its dp axis"),
-        (lambda: gather_lengths([1], Topology.grid(0, dp=2)), "no process group"),
-        (lambda: Topology.from_groups(dp="world"), "dp must be a process group: found str"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Topology.grid(8, dp=8), "no such rank"),
+    (lambda: Topology.grid(0, dp=0), "dp must be at least 1"),
+    (lambda: Topology.grid(0, dp=2, order=("dp", "tp")), "name every axis once"),
+    (lambda: Topology(owners="someone"), "no such owners"),
+    (lambda: Axis("dp", 2, 2), "does not lie on its dp axis"),
+    (lambda: gather_lengths([1], Topology.grid(0, dp=2)), "no process group"),
+    (lambda: Topology.from_groups(dp="world"), "dp must be a process group: found str"),
+])  # fmt: skip
 def test_what_cannot_be_is_an_error(make, words):
     with pytest.raises(ullage.InputError) as caught:
         make()

@@ -24,13 +24,9 @@ def batches(lengths, capacity, multiple=1, most=None):
 
 
 @given(
-    st.lists(st.integers(1, 16), max_size=40),
-    st.integers(1, 5),
-    st.sampled_from([16, 17, 31, 64]),
-    st.sampled_from([1, 4]),
-    st.sampled_from([None, 1, 3]),
-    st.sampled_from([1, 2]),
-)
+    st.lists(st.integers(1, 16), max_size=40), st.integers(1, 5), st.sampled_from([16, 17, 31, 64]),
+    st.sampled_from([1, 4]), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2]),
+)  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_against_a_direct_count(lengths, ranks, capacity, multiple, most, of):
     plan = ullage.plan(

@@ -21,13 +21,9 @@ MODELS = {
     "gemma3_text": GEMMA3,
 }
 MORE_MODELS = {
-    "mistral": WINDOWED,
-    "gpt2": GPT2,
-    "qwen3": {},
-    "phi3": {"sliding_window": 100},
-    "deepseek_v3": LATENT,
+    "mistral": WINDOWED, "gpt2": GPT2, "qwen3": {}, "phi3": {"sliding_window": 100}, "deepseek_v3": LATENT,
     "mixtral": {"num_local_experts": 4},
-}
+}  # fmt: skip
 #: Unequal sequences: of one token, shorter than the slices, longer than all the others together.
 ROWS = ((1, 7, 33, 2, 20, 7, 7, 150, 1), (3,), (1, 1, 1, 1, 1))
 

@@ -91,12 +91,8 @@ def spread(
 def as_torchrun(rank, world):
     """Tell accelerate, which the parent of a forked process may have asked already, of this process's world."""
     told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-    }
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
     os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
     AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -114,13 +114,9 @@ FAMILIES = {
 }  # fmt: skip
 #: Models whose heads take other labels.
 HEADS = {
-    "bert_values": _bert_values,
-    "bert_several": _bert,
-    "bert_tokens": _bert_tokens,
-    "bert_answers": _bert_answers,
-    "llama_answers": _llama_answers,
-    "llama_last": _llama_last,
-}
+    "bert_values": _bert_values, "bert_several": _bert, "bert_tokens": _bert_tokens, "bert_answers": _bert_answers,
+    "llama_answers": _llama_answers, "llama_last": _llama_last,
+}  # fmt: skip
 
 
 @torch.no_grad()

@@ -23,12 +23,8 @@ from ullage.training.loss.lazy_logits import HeadCall
 VOCAB = 61
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 #: Of every four sequences three fill most of a microbatch: two ranks get two microbatches, one of the four empty.
 LENGTHS = [100, 99, 97, 20, 88, 20, 100, 95, 90, 19, 99, 98, 96, 100, 21, 93, 97, 95, 99, 22]
 

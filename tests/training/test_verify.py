@@ -22,13 +22,9 @@ from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArgum
 
 LENGTHS = [5, 23, 1, 17, 9, 40, 12, 3, 30, 2, 9, 21, 8, 8, 19, 1]
 OPTIONS = {
-    "packing_capacity": 64,
-    "max_steps": 2,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "learning_rate": 1e-2,
-    "train_sampling_strategy": "sequential",
-}
+    "packing_capacity": 64, "max_steps": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-2, "train_sampling_strategy": "sequential",
+}  # fmt: skip
 
 
 def samples(labels=None):
