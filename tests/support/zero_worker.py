@@ -197,10 +197,14 @@ def run(job: Job, rank: int) -> dict[str, Any]:
         else:
             engine.load_checkpoint(str(job.load_from))
         out["loaded"] = state_of(engine)
-    return out | take_steps(engine, job, lambda step: engine(*data(step, job, rank)), state_of)
+
+    def loss_of(step: int) -> torch.Tensor:
+        return engine(*data(step, job, rank))
+
+    return out | take_steps(engine, job, loss_of, state_of, client_state={"note": "kept"})
 
 
-def take_steps(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor], held_by: Callable[[Any], Any]) -> dict:
+def take_steps(engine: Any, job: Job, loss_of: Callable, held_by: Callable, **saving: Any) -> dict[str, Any]:
     """The job's steps: their losses, and what ``held_by`` found where the engine was saved."""
     out: dict[str, Any] = {"losses": []}
     for step in range(job.first_step, job.first_step + job.num_steps):
@@ -212,7 +216,7 @@ def take_steps(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor], he
         out["losses"].append(float(mean) / job.world)
         if job.save_after is not None and step + 1 == job.save_after:
             out["saved"] = held_by(engine)
-            engine.save_checkpoint(str(job.save_to), tag=f"global_step{step + 1}", client_state={"note": "kept"})
+            engine.save_checkpoint(str(job.save_to), tag=f"global_step{step + 1}", **saving)
     return out
 
 
