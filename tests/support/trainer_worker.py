@@ -121,7 +121,7 @@ def damage(job: Job, rank: int) -> dict[str, Any]:
     said = {}
     for name, kind in zip(FILES, [*DAMAGE, *DAMAGE], strict=True):
         folder = copy(f"{kind}-{name}", "checkpoint-5", lambda folder: DAMAGE[kind](folder / "checkpoint-4" / name))  # noqa: B023
-        error = raised(make(folder).train, resume_from_checkpoint=str(folder / "checkpoint-4"))
+        error = raised(lambda: make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-4")))  # noqa: B023
         said[name, kind] = (error or "trained").replace(str(folder), "RUN")
     bare = make(copy("bare", "checkpoint-5", lambda folder: flip(folder / "checkpoint-4" / FILES[1])))
     bare.train(resume_from_checkpoint=True)
