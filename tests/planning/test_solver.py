@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.planning.test_planning_properties import instance
+from ullage.core.extras import install_command
 from ullage.planning.solver import balancing, compiled, items
 
 #: A plan of three sequences, and the processor seconds of the process so far.
@@ -187,9 +188,11 @@ def test_a_kernel_on_another_thread_stays_there() -> None:
 
 
 @pytest.mark.regression
-def test_where_numba_is_told_not_to_compile_plans_are_the_same() -> None:
-    """Of one large problem, and of so many small ones that a process would compile."""
+@pytest.mark.parametrize("without", ["numba", "jit"])
+def test_without_compiled_code_plans_are_the_same(without: str) -> None:
+    """Of one large problem, and of so many small ones that a process would compile; without numba, that is said once."""
     code = (
+        f"import sys; sys.modules.update({{'numba': None}} if {without!r} == 'numba' else {{}})\n"
         "import ullage\n"
         "from ullage.planning.solver import compiled\n"
         "compiled._PATIENCE = 0.0\n"
@@ -199,10 +202,13 @@ def test_where_numba_is_told_not_to_compile_plans_are_the_same() -> None:
         "compiled.compile_all()\n"
         "print(len(compiled._COMPILED))\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
-    )
+    environment = os.environ | ({"NUMBA_DISABLE_JIT": "1"} if without == "jit" else {})
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr[-2000:]
+    advice = (
+        f"planning runs without numba, up to a hundred times slower, with the same plans: {install_command('fast')}"
+    )
+    assert told.stderr.splitlines() == ([advice] if without == "numba" else [])
     *digests, number = told.stdout.split()
     assert number == "0"
     lengths = [[i % 900 + 1 for i in range(4096)], *([i * k % 90 + 1 for i in range(300)] for k in range(7, 12))]

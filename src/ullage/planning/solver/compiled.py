@@ -1,4 +1,4 @@
-"""Kernels: functions of integers and arrays that run as plain Python or, with the same result, compiled by numba.
+"""Kernels: functions of integers and arrays that run as Python or, with the same result, compiled by numba.
 
 A kernel's annotations are its signature. It is compiled when :func:`run` first needs it, together with the kernels that
 it calls and no others, and kept on disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder
@@ -7,6 +7,8 @@ floating point, so that every machine computes the same.
 
 Compilation takes up to half a minute once, and loading numba and the compiled code a second in each process, so small
 problems run as Python as long as that is cheaper. Both give the same plan: which one runs is a matter of time alone.
+Without numba (``ullage[fast]`` brings it), or with ``NUMBA_DISABLE_JIT=1``, all of them run as Python. The loops that
+take longest there have a second form for it, made of numpy's own (:func:`compiled_from`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import _signal  # pyright: ignore[reportMissingImports]
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -27,6 +30,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from ullage.core.extras import install_command
+
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -38,15 +43,25 @@ _PATIENCE = 1.0
 _LONG = 5_000_000
 
 _KERNELS: set[Callable[..., Any]] = set()
+#: The loops that numba compiles in place of a kernel that is made of numpy's.
+_LOOPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
 _LOCK = threading.RLock()
 
 
 class _Spent:
-    """Seconds that this process has spent on uncompiled kernels, and whether it has announced the compilation."""
+    """Seconds that this process has spent on uncompiled kernels, and whether it has said why a plan takes long."""
 
     seconds = 0.0
     announced = False
+
+
+def _announce(line: str) -> None:
+    """Say once per process, and on one rank of a machine, why a plan takes long."""
+    if not _Spent.announced:
+        _Spent.announced = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _LOG.warning(line)
 
 
 def kernel(function: _Function) -> _Function:
@@ -54,6 +69,16 @@ def kernel(function: _Function) -> _Function:
     differently (an int beyond 64 bits, for example)."""
     _KERNELS.add(function)
     return function
+
+
+def compiled_from(loops: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Mark a kernel that Python runs as it stands and numba compiles as ``loops``: the same function item by item."""
+
+    def mark(function: _Function) -> _Function:
+        _LOOPS[function] = loops
+        return kernel(function)
+
+    return mark
 
 
 def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
@@ -67,7 +92,11 @@ def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
     # kernel that is compiled already is always run so.
     ready = _COMPILED.get(function)
     if ready is None:
-        if (work <= _SMALL and _Spent.seconds < _PATIENCE) or not _compiles():
+        is_short = work <= _SMALL and _Spent.seconds < _PATIENCE
+        if is_short or not _compiles():
+            if not is_short and not _is_installed():
+                how = install_command("fast")
+                _announce(f"planning runs without numba, up to a hundred times slower, with the same plans: {how}")
             return _interpret(function, arguments)
         return _interruptible(lambda: compiled(function)(*arguments))
     if work < _LONG:
@@ -97,8 +126,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+@cache
 def _compiles() -> bool:
-    """Whether numba compiles at all. With ``NUMBA_DISABLE_JIT`` every kernel runs as Python: slower, equal plans."""
+    """Whether numba is there and compiles. Where not, every kernel runs as Python: slower, equal plans."""
+    if not _is_installed():
+        return False
     import numba
 
     settings: Any = numba.config  # pyright: ignore[reportPrivateImportUsage]
@@ -108,7 +144,7 @@ def _compiles() -> bool:
 def compile_all() -> None:
     """Compile every kernel that is not on disk yet, or load it. Takes half a minute the first time.
 
-    Nothing is compiled where numba is told not to.
+    Nothing is compiled without numba, and where it is told not to.
     """
     if not _compiles():
         return
@@ -127,6 +163,7 @@ def _compile(function: Any) -> Callable[..., Any]:
         raise KeyboardInterrupt
     # A copy of the function whose global names lead to the compiled forms of the kernels that it calls: numba
     # resolves them when it compiles, so callees come first.
+    function = _LOOPS.get(function, function)
     names = dict(function.__globals__)
     for name in function.__code__.co_names:
         value = names.get(name)
@@ -138,11 +175,8 @@ def _compile(function: Any) -> Callable[..., Any]:
     # name of the cached file follows this one.
     copy.__qualname__ = f"{function.__qualname__}_{_digest()}"
     made: Any = numba.njit(_signature(function), cache=True, nogil=True)(copy)
-    # Say once per process, and on one rank of a machine, why the first plan takes so long.
-    if made.stats.cache_misses and not _Spent.announced:
-        _Spent.announced = True
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _LOG.warning("compiling the planner, once after an installation: this takes up to half a minute")
+    if made.stats.cache_misses:
+        _announce("compiling the planner, once after an installation: this takes up to half a minute")
     return made
 
 

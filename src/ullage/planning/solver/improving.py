@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from ullage.core.layout import Int64
-from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.compiled import compiled_from, kernel
 from ullage.planning.solver.critical import critical_path
 from ullage.planning.solver.items import Bins, Items, Room, falling_order
 
@@ -55,13 +55,8 @@ def _gather(head: Int64, following: Int64, k: int, pool: Int64) -> int:
     return size
 
 
-@kernel
-def _every_division(items: Items, pool: Int64, size: int, room: Room, target: int, closer: int) -> int:
-    """The items of the part that costs closest to ``target``, as a bit mask of ``pool[:size]``, both parts within
-    ``room``.
-
-    −1 if none is closer than ``closer``.
-    """
+def _each_division(items: Items, pool: Int64, size: int, room: Room, target: int, closer: int) -> int:
+    """:func:`_every_division`, one division after the other."""
     # The second part is the whole without the first, so the sums over all items bound it.
     held_all, sequences_all = 0, 0
     for j in range(size):
@@ -92,6 +87,32 @@ def _every_division(items: Items, pool: Int64, size: int, room: Room, target: in
             closer = abs(cost - target)
             found = mask
     return found
+
+
+#: The masks of :func:`_each_division` in its order, without the empty one, and their bits [masks, items].
+_MASKS = np.arange(1, 1 << EXHAUSTIVE) ^ (np.arange(1, 1 << EXHAUSTIVE) >> 1)
+_BITS = (_MASKS[:, None] >> np.arange(EXHAUSTIVE)) & 1
+
+
+@compiled_from(_each_division)
+def _every_division(items: Items, pool: Int64, size: int, room: Room, target: int, closer: int) -> int:
+    """The items of the part that costs closest to ``target``, as a bit mask of ``pool[:size]``, both parts within
+    ``room``.
+
+    −1 if none is closer than ``closer``.
+    """
+    # The Gray code of fewer items is the beginning of that of more items.
+    mine = pool[:size]
+    values = np.stack((items.costs[mine], items.slots[mine], items.counts[mine]), axis=1)
+    cost, held, num_sequences = (_BITS[: (1 << size) - 1, :size] @ values).T
+    held_all, sequences_all = values[:, 1].sum(), values[:, 2].sum()
+    fits = (held <= room.capacity) & (held_all - held <= room.capacity)
+    fits &= (num_sequences <= room.max_sequences) & (sequences_all - num_sequences <= room.max_sequences)
+    # The first of those that are equally close counts, as it does one after the other.
+    away = np.where(fits, np.abs(cost - target), closer)
+    if not len(away) or away.min() >= closer:
+        return -1
+    return _MASKS[away.argmin()]
 
 
 @kernel

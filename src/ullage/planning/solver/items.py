@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.core.layout import Int64
-from ullage.planning.solver.compiled import kernel
+from ullage.planning.solver.compiled import compiled_from, kernel
 
 Words = npt.NDArray[np.uint64]
 #: The words of all levels, and where each level begins among them.
@@ -150,9 +150,8 @@ def previous_member(members: Bitset, value: int) -> int:
 _DIGIT = 11
 
 
-@kernel
-def falling_order(keys: Int64) -> Int64:
-    """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
+def _radix_order(keys: Int64) -> Int64:
+    """:func:`falling_order`, digit by digit."""
     n = len(keys)
     highest = 0
     for i in range(n):
@@ -183,6 +182,12 @@ def falling_order(keys: Int64) -> Int64:
         order, spare = spare, order
         shift += digit
     return order
+
+
+@compiled_from(_radix_order)
+def falling_order(keys: Int64) -> Int64:
+    """Indices that sort non-negative ``keys`` from high to low; equal keys stay in their order."""
+    return np.argsort(-keys, kind="stable")
 
 
 @kernel
