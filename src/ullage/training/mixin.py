@@ -194,10 +194,11 @@ class RaggedTrainerMixin(_Base):
         """Train as transformers does; a checkpoint of another layout is taken too.
 
         ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
-        is loaded; ``True`` takes the newest checkpoint that is whole, and so does ``"auto"``, which begins where there
-        is none: one call for a run that is started again and again, on whatever ranks there are.
-        ``allow_changed_checkpoint`` takes files that were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
-        newest whole one before it, and for one of another model. With no step left, nothing is trained.
+        is loaded; ``True`` takes the newest checkpoint that is whole. So does ``"auto"``, which begins where there is
+        none: one call for a run that is started again and again, on whatever ranks there are.
+        ``allow_changed_checkpoint`` takes files that were changed on purpose. Raises ``CheckpointError`` on every rank
+        for a checkpoint that is damaged, naming the newest whole one before it, and for one of another model. With no
+        step left, nothing is trained.
         """
         whole = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = whole if isinstance(whole, str) else None

@@ -38,7 +38,7 @@ from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.saving.checkpoints import put_back
-from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
+from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
@@ -166,6 +166,8 @@ class Continuation:
         if checkpoint is None:
             return None if begins else asked
         notes += state_notes(checkpoint)
+        if (noise := noise_note(checkpoint, self._trainer.model)) is not None:
+            notes.append(noise)
         if args.process_index == 0:
             for note in notes:
                 _LOG.warning(note)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -419,7 +418,7 @@ class Packer:
 
     @property
     def adds_auxiliary(self) -> bool:
-        """Whether a microbatch is part of a step, and its loss the model's own, with a mean over tokens beside its labels.
+        """Whether a part of a step has the model's own loss, which adds a mean over tokens to that over labels.
 
         Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
         mixin with a loss of its own weighs it by itself.
