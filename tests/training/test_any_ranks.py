@@ -3,9 +3,7 @@
 import pytest
 
 from tests.support import shared_script
-from tests.support.small_runs import on_ranks, quiet
-from ullage.core.errors import InputError
-from ullage.training import RaggedCollator, Trainer
+from tests.support.small_runs import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -16,7 +14,7 @@ WAYS = {"unpacked": UNPACKED, "packed": PACKED}
 def assert_same(ranks, alone, steps):
     """Of these steps: every sample that one process trains on, on one of the ranks; the same losses, rates and epochs."""
     keys = [str(step) for step in steps]
-    assert [key for key in sorted({key for rank in ranks for key in rank["samples"]})] == keys
+    assert sorted({key for rank in ranks for key in rank["samples"]}) == keys
     for key in keys:
         whole = sorted(sample for rank in ranks for sample in rank["samples"][key])
         assert whole == sorted(alone["samples"][key]), key
@@ -54,4 +52,5 @@ def test_a_run_goes_on_on_other_ranks_to_the_losses_of_one_process(tmp_path, alo
         for rank in second[name]:
             assert rank["eval_loss"] == pytest.approx(alone[name]["eval_loss"], abs=2e-6)
             assert rank["said"] == []
-    assert sorted(sum((alone["packed"]["samples"][step] for step in "123"), [])) == list(range(30))
+    epoch = [sample for step in "123" for sample in alone["packed"]["samples"][step]]
+    assert sorted(epoch) == list(range(30))

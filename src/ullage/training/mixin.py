@@ -346,7 +346,7 @@ class RaggedTrainerMixin(_Base):
             size = self._sharing.size_for(dataset)
             with replaced(self.accelerator, "device_placement", False), self._drawn_by(size):
                 loader = super()._get_dataloader(dataset, description, size or batch_size, *options[3:])
-            return self._steps.read_from(loader, dataset)
+            return self._steps.read_from(loader, dataset, batch_size)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
         loader = evaluation_loader(self, dataset, description, batch_size)

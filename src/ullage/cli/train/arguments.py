@@ -136,6 +136,7 @@ def _shared_batch(given: dict[str, Any]) -> tuple[list[str], int]:
     # A config file of DeepSpeed's may have numbers of its own, which transformers compares with the arguments.
     counts_itself = accumulation > 1 and given.get("deepspeed") is not None
     counts_itself |= given.get("average_tokens_across_devices") is False
+    counts_itself |= min(batch, accumulation) < 1  # refused as they are
     counts_itself |= given.get("train_sampling_strategy") == "batch_rebalance"
     if counts_itself or given.get("packing_global_batch_size") is not None:
         return [], accumulation

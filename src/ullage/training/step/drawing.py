@@ -192,10 +192,13 @@ class StepSource:
         """Forget what an earlier run has warned of."""
         self._has_warned_of_unused = False
 
-    def read_from(self, loader: Any, dataset: Any) -> Any:
-        """The training dataloader over ``dataset``, whose indices are recorded from now on."""
+    def read_from(self, loader: Any, dataset: Any, most: int) -> Any:
+        """The training dataloader over ``dataset``, whose indices are recorded from now on.
+
+        ``most``: samples of a microbatch at most, where the ranks share a global batch without packing.
+        """
         if self._sharing.size is not None:
-            self._sharing.share(loader)
+            self._sharing.share(loader, most)
         else:
             divide_exactly(
                 loader,
@@ -254,13 +257,12 @@ class StepSource:
             return
         before = state.global_step / state.epoch
         if abs(before - steps_per_epoch) >= 0.5:
-            each = self._trainer.args.per_device_train_batch_size
             raise CheckpointError(
                 "the run would go on with steps of another size",
                 where=f"step {state.global_step}",
                 expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
-                found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
-                hint="choose per_device_train_batch_size and dp whose product is that of the run",
+                found=f"{self._trainer.get_total_train_batch_size(self._trainer.args)} sequences on {ranks} ranks of dp",
+                hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
             )
 
     def _begin(

@@ -75,8 +75,8 @@ class StepSharing:
             )
         return size
 
-    def share(self, loader: Any) -> None:
-        """Make a dataloader of global batches give this rank's parts of them, in microbatches."""
+    def share(self, loader: Any, most: int) -> None:
+        """Make a dataloader of global batches give this rank's parts of them, in microbatches of ``most`` samples."""
         args, packs = self._trainer.args, self._packer.options is not None
         rank, ranks = data_ranks(self._trainer.model, args)
         inner = getattr(loader, "base_dataloader", loader)
@@ -84,7 +84,7 @@ class StepSharing:
         batches = SharedBatches(inner.batch_sampler, rank, ranks, seed)
         vars(inner)["batch_sampler"] = batches  # a DataLoader's own setter refuses it after construction
         usual = -(-batches.batch_size // ranks)
-        self._collate = CollatedParts(inner.collate_fn, None if packs else args.train_batch_size, usual)
+        self._collate = CollatedParts(inner.collate_fn, None if packs else most, usual)
         inner.collate_fn, self._loader = self._collate, inner
 
     def complete(self, part: SharedPart) -> SharedPart:
