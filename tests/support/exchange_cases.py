@@ -347,7 +347,7 @@ def counted(spans):
 def spans_of(count):
     """Five shards of unequal sizes, one of them empty."""
     cuts = [0, count // 3, count // 3, count // 2, count // 2 + 1, count]
-    return list(zip(cuts, cuts[1:]))
+    return list(itertools.pairwise(cuts))
 
 
 def held_by_all(count):

@@ -300,17 +300,19 @@ class Reader:
         return list(itertools.islice(self._iterators[reader], count))
 
     def _open(self, reader: int, given: int) -> Iterator[Any]:
-        """A reader's samples of an iterable, behind the first ``given``."""
-        stream = self._stream
+        """A reader's samples of an iterable, behind the first ``given``. Raises ``InputError`` where it has fewer."""
+        stream, samples, position = self._stream, self._samples, given
+        if stream.by_index:
+            # The last sample given must be there; those of other readers behind it may be missing.
+            position = self.position(given - 1, reader) + 1 if given else 0
+        elif stream.ranks is not None:
+            samples = shard_of(samples, stream.streams, reader)
+        iterator, is_there = read_from(samples, position)
+        if not is_there:
+            raise InputError("the samples end before the state", expected=f"{position} samples", found="fewer")
         if not stream.by_index:
-            samples = self._samples
-            return read_from(samples if stream.ranks is None else shard_of(samples, stream.streams, reader), given)
-        # The last sample given must be there; those of other readers behind it may be missing.
-        if given:
-            return itertools.islice(
-                read_from(self._samples, self.position(given - 1, reader) + 1), stream.streams - 1, None, stream.streams
-            )
-        return itertools.islice(iter(self._samples), reader, None, stream.streams)
+            return iterator
+        return itertools.islice(iterator, stream.streams - 1 if given else reader, None, stream.streams)
 
     def position(self, k: int, reader: int) -> int:
         """The index in the dataset of a reader's sample ``k``."""
@@ -324,21 +326,14 @@ def shard_of(samples: Any, shards: int, index: int) -> Any:
     return part
 
 
-def read_from(samples: Any, position: int) -> Iterator[Any]:
-    """What an iterable gives behind its first ``position`` samples. Raises ``InputError`` where it has not as many."""
+def read_from(samples: Any, position: int) -> tuple[Iterator[Any], bool]:
+    """What an iterable gives behind its first ``position`` samples, and whether it has as many."""
     left = position
     # ``datasets`` skips rows of a table without making samples of them. Not in a later epoch: what was told to skip is
     # no longer shuffled then. The last one is read, or nobody would know whether it was there.
-    if (
-        position > 1
-        and hub_stream(samples)
-        and not (samples.epoch or samples._distributed or samples._starting_state_dict)
-    ):
+    can_skip = hub_stream(samples) and not (samples.epoch or samples._distributed or samples._starting_state_dict)
+    if position > 1 and can_skip:
         samples, left = samples.skip(position - 1), 1
     iterator = iter(samples)
     # In any other iterable the only way to a position is to read up to it.
-    skipped = sum(1 for _ in itertools.islice(iterator, left))
-    if skipped < left:
-        found = skipped if left == position else "fewer"
-        raise InputError("the samples end before the state", expected=f"{position} samples", found=found)
-    return iterator
+    return iterator, sum(1 for _ in itertools.islice(iterator, left)) == left

@@ -8,12 +8,14 @@ is cut into microbatches where it is collated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data._utils.pin_memory import pin_memory
+
+from ullage.mixers.at_rest import random_states_kept
 
 
 def part_of(number: int, rank: int, ranks: int) -> slice:
@@ -80,7 +82,7 @@ class SharedPart:
 
     def pin_memory(self) -> SharedPart:
         """The same in pinned memory, as dataloaders ask for it."""
-        return SharedPart([pin_memory(batch) for batch in self.batches], self.sizes)
+        return replace(self, batches=[pin_memory(batch) for batch in self.batches])
 
 
 class CollatedParts:
@@ -107,6 +109,11 @@ class CollatedParts:
         return min(size, -(-(self._usual if size >= self._usual - 1 else size) // self._most))
 
     def __call__(self, samples: Sequence[Any]) -> SharedPart:
-        number, samples = self.number(len(samples)), list(samples)
-        parts = [samples[part_of(len(samples), place, number)] for place in range(number)]
-        return SharedPart([self._collate(part) for part in parts], [len(part) for part in parts])
+        number, spare = self.number(len(samples)), getattr(samples, "spare", None)
+        parts = [list(samples[part_of(len(samples), place, number)]) for place in range(number)]
+        collated = SharedPart([self._collate(part) for part in parts], [len(part) for part in parts])
+        if spare is None or self._most is None or number >= self.most_batches:
+            return collated
+        # A stream cannot be asked for a sample again, so one comes with the part.
+        with random_states_kept():  # the run is to draw the same as ranks that collate none
+            return replace(collated, stand_in=self._collate([spare]))

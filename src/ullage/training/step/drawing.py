@@ -239,6 +239,7 @@ class StepSource:
             return progress
         self._require_same_steps(progress["num_update_steps_per_epoch"])
         kept = self._kept.get(_DRAWN)
+        self._require_same_readers(kept)
         number = progress.get("epoch", 0)
         if not isinstance(kept, dict) or number > kept.get("epoch", -1):
             return progress
@@ -265,6 +266,24 @@ class StepSource:
                 hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
             )
 
+    def _require_same_readers(self, kept: Any) -> None:
+        """Raise ``CheckpointError`` where a stream that each rank reads in steps of its own goes on on other ranks."""
+        number = data_ranks(self._trainer.model, self._trainer.args)[1]
+        if not self._is_stream or self._sharing.is_on or not isinstance(kept, dict) or len(kept["given"]) == number:
+            return
+        raise CheckpointError(
+            "a stream that was divided among the ranks goes on on as many ranks",
+            where=f"step {self._trainer.state.global_step}",
+            expected=f"{len(kept['given'])} ranks",
+            found=number,
+            hint="begin runs over streams with packing_global_batch_size=..., sequences a step: the index of a sample then "
+            "says in which step it is, on any number of ranks; ignore_data_skip=True begins the data anew",
+        )
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
+
     def _begin(
         self,
         epoch: int = 0,
@@ -279,11 +298,13 @@ class StepSource:
         drawn = self._kept.pop(_DRAWN, None)
         if self._sharing.is_on:  # every rank draws one part a step, whatever it drew before
             drawn = None
+        self._sharing.resume(0)
         if not self._resumes(others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
             return begun
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
         # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = steps_trained_in_current_epoch
+        self._sharing.resume(begun.recorded)
         begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
         begun.given[:] = begun.steps
         # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
@@ -299,8 +320,9 @@ class StepSource:
         state = self._trainer.state
         epoch.steps += 1
         elsewhere = epoch.steps_before + epoch.steps != state.global_step + 1
-        # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-        if elsewhere or len(set(epoch.given.tolist())) > 1:
+        # What is resumed skips one batch a step; this says which ranks are further, or have ended, and how many read
+        # a stream.
+        if elsewhere or len(set(epoch.given.tolist())) > 1 or (self._is_stream and not self._sharing.is_on):
             kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
             self._kept[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
 
@@ -455,6 +477,7 @@ class StepSource:
         epoch.ended = not met.batches.any()
         if epoch.ended:
             return [], None
+        self._sharing.require_same_stream(met.batches.tolist())
         epoch.given += 1
         self._keep_place(epoch)
         if self._packer.packs_drawn:

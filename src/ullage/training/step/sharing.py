@@ -6,7 +6,7 @@ many microbatches: for one that a rank lacks, a sample runs whose loss and gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from ullage.core.errors import InputError
+from ullage.core.errors import DistributedError, InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import random_states_kept
-from ullage.training.batches.shared import CollatedParts, SharedBatches, SharedPart
+from ullage.training.batches.sampling import StreamParts
+from ullage.training.batches.shared import CollatedParts, SharedBatches, SharedPart, part_of
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
 
@@ -37,6 +38,7 @@ class StepSharing:
         self._loader: Any = None
         self._collate: CollatedParts | None = None
         self._stand_in: Any = None
+        self._stream: StreamParts | None = None
 
     @property
     def size(self) -> int | None:
@@ -62,16 +64,16 @@ class StepSharing:
             )
 
     def size_for(self, dataset: Any) -> int | None:
-        """:attr:`size`, for a training data set. Raises ``InputError`` for one without indices."""
-        self._loader = self._collate = self._stand_in = None
+        """:attr:`size`, for a training data set. Raises ``InputError`` for one that is divided among the ranks."""
+        self._loader = self._collate = self._stand_in = self._stream = None
         size = self.size
-        if size is not None and isinstance(dataset, IterableDataset):
+        if size is not None and getattr(dataset, "_distributed", None) is not None:
             raise InputError(
-                "a stream has no indices by which its samples are shared",
-                where="TrainingArguments.packing_global_batch_size",
-                expected="a data set with indices",
-                found=type(dataset).__name__,
-                hint="leave it out: per_device_train_batch_size × ranks is then a step",
+                "a stream that is divided already cannot be shared by the samples of a step",
+                where="train_dataset, packing_global_batch_size",
+                expected="the whole stream on every rank",
+                found="a part that split_dataset_by_node has made",
+                hint="give it undivided: each sample is trained on once, on one rank",
             )
         return size
 
@@ -80,17 +82,42 @@ class StepSharing:
         args, packs = self._trainer.args, self._packer.options is not None
         rank, ranks = data_ranks(self._trainer.model, args)
         inner = getattr(loader, "base_dataloader", loader)
-        seed = args.seed if args.data_seed is None else args.data_seed
-        batches = SharedBatches(inner.batch_sampler, rank, ranks, seed)
-        vars(inner)["batch_sampler"] = batches  # a DataLoader's own setter refuses it after construction
-        usual = -(-batches.batch_size // ranks)
+        size, drops = inner.batch_size, inner.drop_last
+        # A DataLoader's own setter refuses these after construction.
+        if isinstance(inner.dataset, IterableDataset):
+            self._stream = StreamParts(inner.dataset, size, rank, ranks, drops)
+            vars(inner).update(dataset=self._stream, batch_sampler=None, batch_size=None, drop_last=False)
+        else:
+            seed = args.seed if args.data_seed is None else args.data_seed
+            vars(inner)["batch_sampler"] = batches = SharedBatches(inner.batch_sampler, rank, ranks, seed)
+            size = batches.batch_size
+        usual = -(-size // ranks)
         self._collate = CollatedParts(inner.collate_fn, None if packs else most, usual)
         inner.collate_fn, self._loader = self._collate, inner
+
+    def resume(self, steps: int) -> None:
+        """Pass over the samples of so many steps of a stream when it is next read; 0 begins it."""
+        if self._stream is not None:
+            self._stream.trained = steps
+
+    def require_same_stream(self, sizes: Sequence[int]) -> None:
+        """Raise ``DistributedError``, on every rank, where parts of these sizes are not those of one step."""
+        total, ranks = sum(sizes), len(sizes)
+        parts = [part_of(total, rank, ranks) for rank in range(ranks)]
+        if self._stream is not None and list(sizes) != [part.stop - part.start for part in parts]:
+            raise DistributedError(
+                "the ranks have read different streams",
+                where=f"step {self._trainer.state.global_step + 1}",
+                expected="the same samples in the same order on every rank, of which each trains on its part",
+                found=f"parts of {list(sizes)} samples, by rank",
+                hint="with packing_global_batch_size give every rank the whole stream, undivided and shuffled alike",
+            )
 
     def complete(self, part: SharedPart) -> SharedPart:
         """A part with what may have to run in the place of a microbatch that it lacks."""
         assert self._collate is not None
-        if self._packer.options is not None or len(part.batches) >= self._collate.most_batches:
+        packs, comes_with_it = self._packer.options is not None, self._stream is not None
+        if packs or comes_with_it or len(part.batches) >= self._collate.most_batches:
             return part
         if self._stand_in is None:
             with random_states_kept():  # the run is to draw the same as ranks that read none
