@@ -125,7 +125,7 @@ class StepCounts:
 _logger = logging.getLogger(__name__)
 
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
-#: each rank, and the number of the ``epoch`` if it is not the one that transformers computes.
+#: each rank, the number of ``workers`` that read a stream, and of the ``epoch`` if transformers computes another.
 _DRAWN = "ullage_batches_drawn"
 
 
@@ -267,18 +267,32 @@ class StepSource:
             )
 
     def _require_same_readers(self, kept: Any) -> None:
-        """Raise ``CheckpointError`` where a stream that each rank reads in steps of its own goes on on other ranks."""
-        number = data_ranks(self._trainer.model, self._trainer.args)[1]
-        if not self._is_stream or self._sharing.is_on or not isinstance(kept, dict) or len(kept["given"]) == number:
+        """Raise ``CheckpointError`` where a stream goes on with readers that order its samples in another way."""
+        if not self._is_stream or not isinstance(kept, dict):
             return
-        raise CheckpointError(
-            "a stream that was divided among the ranks goes on on as many ranks",
-            where=f"step {self._trainer.state.global_step}",
-            expected=f"{len(kept['given'])} ranks",
-            found=number,
-            hint="begin runs over streams with packing_global_batch_size=..., sequences a step: the index of a sample then "
-            "says in which step it is, on any number of ranks; ignore_data_skip=True begins the data anew",
-        )
+        number = data_ranks(self._trainer.model, self._trainer.args)[1]
+        where = f"step {self._trainer.state.global_step}"
+        if len(kept["given"]) != number and not self._sharing.is_on:
+            raise CheckpointError(
+                "a stream that was divided among the ranks goes on on as many ranks",
+                where=where,
+                expected=f"{len(kept['given'])} ranks",
+                found=number,
+                hint="begin runs over streams with packing_global_batch_size=..., sequences a step: the index of a "
+                "sample then says in which step it is, on any ranks; ignore_data_skip=True begins the data anew",
+            )
+        if kept.get("workers", self._workers) != self._workers:
+            raise CheckpointError(
+                "dataloader workers, of which each reads a part of the stream, are not as many as before",
+                where=where,
+                expected=f"dataloader_num_workers={kept['workers']}",
+                found=self._trainer.args.dataloader_num_workers,
+            )
+
+    @property
+    def _workers(self) -> int:
+        """Processes of this rank that read."""
+        return max(self._trainer.args.dataloader_num_workers, 1)
 
     @property
     def _is_stream(self) -> bool:
@@ -322,8 +336,9 @@ class StepSource:
         elsewhere = epoch.steps_before + epoch.steps != state.global_step + 1
         # What is resumed skips one batch a step; this says which ranks are further, or have ended, and how many read
         # a stream.
-        if elsewhere or len(set(epoch.given.tolist())) > 1 or (self._is_stream and not self._sharing.is_on):
+        if elsewhere or len(set(epoch.given.tolist())) > 1 or self._is_stream:
             kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
+            kept |= {"workers": self._workers} if self._is_stream else {}
             self._kept[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
 
     # Drawing.
