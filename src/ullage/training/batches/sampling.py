@@ -6,6 +6,9 @@ its last batches are filled up with the first samples of all, so these are train
 may end unequally, they stay short here. And a data set that ``split_dataset_by_node`` has divided already would be
 divided once more, and most of it never read: it is left as it is.
 
+Both ways depend on the number of ranks, so such a run goes on with as many. Where steps are shared over whatever ranks
+there are, every rank reads the whole stream, and its place is a number of steps: :class:`StreamParts`.
+
 Source: accelerate 1.15 ``data_loader.py``, ``prepare_data_loader`` and ``IterableDatasetShard``.
 """
 
@@ -138,14 +141,14 @@ class EverySample(IterableDatasetShard):
                 yield sample
 
 
-class Part(list[Any]):
+class StepPart(list[Any]):
     """One rank's samples of a step. ``spare``: one of the step's, which every rank has read."""
 
     spare: Any = None
 
 
 class StreamParts(IterableDataset):
-    """One rank's part of every global batch of a stream that all ranks read, as a :class:`Part`, which may be empty.
+    """One rank's part of every global batch of a stream that all ranks read: a :class:`StepPart`, which may be empty.
 
     Step *k* of an epoch has the samples from *k*·``size`` on in the order of the stream, whatever number of ranks there
     is, and every rank gives one part for it. So the number of steps is the place of a run, for any number of ranks. Of
@@ -174,17 +177,17 @@ class StreamParts(IterableDataset):
         number = len(self.dataset)  # TypeError for most streams
         return number // self._size if self._drop_last else -(-number // self._size)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StepPart]:
         _seed_generator(self.dataset, self._epoch)
         worker = torch.utils.data.get_worker_info()
         # Which of several workers gave how many steps is not known before they are read.
         trained = self.trained if worker is None or worker.num_workers == 1 else 0
-        yield from (Part() for _ in range(trained))
+        yield from (StepPart() for _ in range(trained))
         samples, _ = read_from(self.dataset, trained * self._size)
         while step := list(itertools.islice(samples, self._size)):
             if len(step) < self._size and self._drop_last:
                 return
-            part = Part(step[part_of(len(step), self._rank, self._ranks)])
+            part = StepPart(step[part_of(len(step), self._rank, self._ranks)])
             part.spare = step[0]
             yield part
 
