@@ -19,7 +19,7 @@ import yaml
 from tests.support import forked
 from tests.support.launch import environment, full_disk
 from tests.support.train_verb import losses, record, steps_saved, texts, train, train_in
-from ullage.cli.train.arguments import _zero, parse
+from ullage.cli.train.arguments import _shared_batch, _zero, parse
 from ullage.cli.train.folder import taken_over
 from ullage.core.errors import CheckpointError, InputError, TrainingError, UsageError
 from ullage.datasets import load_text, split_held_out
@@ -134,16 +134,59 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
     assert losses(stopped) == losses(folder)
 
 
-def test_a_resumed_run_keeps_its_global_batch(run, tmp_path):
+def test_a_run_keeps_its_global_batch_on_other_processes_unless_the_call_has_another(run, monkeypatch):
     folder, *_ = run
-    assert record(folder)["settings"]["per_device_train_batch_size"] == 4
-    assert taken_over(folder, set(), 2)["per_device_train_batch_size"] == 2
-    assert taken_over(folder, {"per_device_train_batch_size"}, 3).get("per_device_train_batch_size") is None
-    assert taken_over(folder, {"learning_rate"}, 1).get("learning_rate") is None
-    assert taken_over(folder, set(), 1)["learning_rate"] == 0.02
-    assert taken_over(tmp_path, set(), 3) == {}
-    with pytest.raises(UsageError, match=r"global batch of 4 does not divide over 3 processes .*ullage_run.json"):
-        taken_over(folder, set(), 3)
+    assert record(folder)["settings"]["packing_global_batch_size"] == 4
+    calls = [
+        (3, {}, 4),
+        (3, {"resume_from_checkpoint": "auto"}, 4),
+        (3, {"resume_from_checkpoint": str(folder / "checkpoint-5"), "output_dir": "elsewhere"}, 4),
+        (3, {"per_device_train_batch_size": 2}, 6),
+        (2, {"gradient_accumulation_steps": 2}, 16),
+        (3, {"overwrite_output_dir": True}, 12),
+        (8, {"tp": 2}, 4),
+    ]
+    for processes, given, size in calls:
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        flags, _ = _shared_batch({"per_device_train_batch_size": 4, "output_dir": str(folder), **given})
+        assert flags == [f"--packing_global_batch_size={size}", "--gradient_accumulation_steps=1"]
+    own = {"packing_global_batch_size": 5}, {"deepspeed": "file", "gradient_accumulation_steps": 2}
+    assert [_shared_batch(given)[0] for given in own] == [[], []]
+    settings = taken_over(folder, {"learning_rate"})
+    assert settings["per_device_train_batch_size"] == 4
+    assert not settings.keys() & {"learning_rate", "world_size", "packing_global_batch_size"}
+
+
+@pytest.mark.parametrize("whole", [8, None])
+def test_a_run_of_two_processes_is_the_same_run_on_one(run, tmp_path, capsys, whole):
+    """Also one that was recorded before global batches were."""
+    folder, arguments, _ = run
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = {**record(folder)["settings"], "world_size": 2, "packing_global_batch_size": whole}
+    record(tmp_path, settings=settings)
+    train(*arguments, "--output_dir", tmp_path)
+    assert "holds this run, finished" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"found packing_global_batch_size 8 there, 7 here\. Continue it with"):
+        train(*arguments, "--output_dir", tmp_path, "--packing_global_batch_size", 7)
+
+
+def test_a_call_that_resumes_begins_where_there_is_no_checkpoint(data, tmp_path, capsys):
+    """Also where a run has been killed before its first; what its files left is no hindrance."""
+    out = tmp_path / "out"
+    arguments = ["--data", data, *TINY, "--max_steps", 2, "--output_dir", out, "--resume_from_checkpoint"]
+    train(*arguments, "auto")
+    assert steps_saved(out) == [1, 2]
+    whole = losses(out)
+    for path in (*out.glob("checkpoint-*"), out / "model.safetensors"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    record(out, summary=None)
+    staging_of(out / "checkpoint-1").mkdir()
+    for word in ("auto", "true"):
+        shutil.copytree(out, tmp_path / word)
+        train(*arguments[:-2], tmp_path / word, arguments[-1], word)
+        assert losses(tmp_path / word) == whole
+        assert not list((tmp_path / word).glob("_*"))
+    assert "continues" not in capsys.readouterr().out
 
 
 def test_zero_is_a_plain_config_of_deepspeed():

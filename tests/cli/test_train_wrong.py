@@ -81,7 +81,10 @@ REFUSED = [
     ("--dropout 2", "dropout must be a probability: expected 0 <= dropout < 1, found 2.0"),
     ("--held_out 0 --load_best_model_at_end --save_steps 0.5", "there is nothing to choose the best model by"),
     ("--resume_from_checkpoint nowhere", "this is no checkpoint (nowhere): expected a folder, found nothing there"),
-    ("--resume_from_checkpoint", "no checkpoint to continue from (runs/out): expected a folder checkpoint-N"),
+    (
+        "--packing_global_batch_size 8 --gradient_accumulation_steps 2",
+        "packing_global_batch_size says what a step has: gradient_accumulation_steps would say it again",
+    ),
     ("--packing_capacity 2 --packing_oversize drop", "all are dropped (--packing_capacity): expected at least "),
     ("--packing_capacity 8 --logging_strategy no", "does not fit into a microbatch"),
     ("--learning_rate -1", "Invalid learning rate: -1.0"),

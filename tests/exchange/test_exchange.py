@@ -11,6 +11,7 @@ import ullage
 from ullage.datasets import MockSamples
 from ullage.exchange import Lengths, PackedIterator, exchange, gather_lengths, materialize, route, shard, share
 from ullage.exchange.sharing import share_or_fail
+from ullage.exchange.source import Stream
 from ullage.ranks import Topology
 from ullage.ranks.topology import Axis
 
@@ -176,6 +177,63 @@ def test_an_iterable_that_ends_before_the_state_is_an_error():
         steps.load_state_dict(state)
         with pytest.raises(ullage.InputError, match="end before the state"):
             next(steps)
+
+
+OWN, INDEX = {"shared": False}, {"shared": True}
+
+
+@pytest.mark.parametrize(
+    ("wrote", "given", "reads", "expected"),
+    [
+        (Stream("iterable", 2, **OWN), [5, 3], Stream("iterable", 2, ranks=7), [5, 3]),  # files of ranks, now shards
+        (Stream("iterable", 3, ranks=2), [4, 0, 9], Stream("iterable", 3, ranks=5), [4, 0, 9]),
+        (Stream("iterable", 1), [8], Stream("iterable", 3, **INDEX), [3, 3, 2]),
+        (Stream("iterable", 3, **INDEX), [3, 3, 2], Stream("iterable", 1), [8]),
+        (Stream("iterable", 2, **OWN), [0, 0], Stream("iterable", 3, **OWN), [0, 0, 0]),
+        (
+            Stream("iterable", 2, **OWN),
+            [5, 3],
+            Stream("iterable", 3, **OWN),
+            "one datasets.IterableDataset whose 2 shards",
+        ),
+        (Stream("iterable", 2, **OWN), [4, 4], Stream("iterable", 2, **INDEX), "read in another way"),
+        (Stream("iterable", 2, **INDEX), [4, 4], Stream("iterable", 2, **OWN), "as a whole on every rank, with shared"),
+        (Stream("iterable", 2, ranks=2), [4, 4], Stream("iterable", 3, ranks=2), "expected 2 shards of an iterable"),
+        (
+            Stream("map", 3, (5, 0, 3), **OWN),
+            [5, 0, 1],
+            Stream("map", 2, (4, 4), **OWN),
+            "the whole dataset, and shared",
+        ),
+    ],
+)
+def test_a_state_is_loaded_by_other_readers_of_the_same_stream_or_refused_with_what_to_do(
+    wrote, given, reads, expected
+):
+    state = wrote.state(np.array(given))
+    if isinstance(expected, list):
+        assert reads.restore(state).tolist() == expected
+        return
+    with pytest.raises(ullage.InputError) as caught:
+        reads.restore(state)
+    assert expected in str(caught.value)
+
+
+def test_what_is_divided_already_is_not_shared_and_a_stream_is_gone_on_with_in_any_epoch():
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.Dataset.from_list([{"input_ids": [i]} for i in range(20)]).to_iterable_dataset(4)
+    with pytest.raises(ullage.InputError, match="divided already"):
+        PackedIterator(split_dataset_by_node(stream, 0, 2), global_batch_size=4, capacity=32, shared=True)
+    state = {"format": "ullage stream 1", "kind": "iterable", "given": [18], "size": 0}
+    for epoch in (0, 1):
+        stream.set_epoch(epoch)
+        whole = [sample["input_ids"][0] for sample in stream]
+        with PackedIterator(stream, global_batch_size=4, capacity=32) as steps:
+            steps.load_state_dict(state)
+            rest = [int(s["input_ids"][0]) for step in steps for batch in step.microbatches for s in batch.samples()]
+        assert sorted(rest) == sorted(whole[18:])
 
 
 def test_fields_that_are_named_are_carried_and_required():

@@ -43,10 +43,46 @@ def test_a_resumed_run_goes_on_exactly(kind, worlds):
         assert [ids for ids, _ in rest] == [whole[stop:] for stop in stops]
 
 
-def test_an_iterable_at_another_dp_is_an_error_everywhere():
+@pytest.mark.parametrize(
+    ("count", "size", "worlds", "stop"),
+    [
+        (83, 7, (4, 3, 5), 4),
+        pytest.param(61, 3, (1, 7, 2, 5, 3), 4, marks=pytest.mark.slow),
+        pytest.param(10_000, 96, (4, 3, 5), 40, marks=pytest.mark.slow),
+    ],
+)
+def test_what_all_ranks_hold_goes_on_at_any_dp_each_sample_once_in_the_steps_of_one_process(count, size, worlds, stop):
+    trained, states, ends = {}, {}, len(worlds) - 1
+    for turn, world in enumerate(worlds):
+        seen = values(run(cases.life, world, count, size, None if turn == ends else stop, states))
+        assert all(rank == seen[0] for rank in seen)
+        for name, (steps, state) in seen[0].items():
+            trained[name] = trained.get(name, []) + steps
+            states[name] = state
+    want = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+    for name, steps in trained.items():
+        print(f"{name}: {count} samples on {worlds} ranks, the samples of every step: {steps}")
+        assert [len(step) for step in steps] == [len(step) for step in want], name
+        assert sorted(cases.flat(steps)) == list(range(count)), name
+        assert states[name]["position"] == count
+    assert trained["map"] == trained["stream"] == want
+    # A sample of each shard in turn, those that have ended passed over.
+    shards = [[i for shard in turn for i in shard] for turn in in_turn(count)]
+    assert cases.flat(trained["shards"]) != cases.flat(want)
+    assert trained["shards"] == [sorted(cases.flat(shards)[i : i + size]) for i in range(0, count, size)]
+
+
+def in_turn(count):
+    """The samples of each shard of ``cases.held_by_all``, by turn."""
+    parts = [[s["input_ids"][0] for s in cases.counted([span])] for span in cases.spans_of(count)]
+    return [[part[k : k + 1] for part in parts] for k in range(max(map(len, parts)))]
+
+
+def test_iterables_of_ranks_own_at_another_dp_are_an_error_everywhere():
     [[_, state]] = values(run(cases.resume, 2, 20, 6, [(1, None)], "iterable"))[0]
     for outcome in run(cases.resume, 3, 20, 6, [(1, state)], "iterable"):
-        assert outcome["error"].startswith("InputError: an iterable resumes only with as many readers")
+        assert outcome["error"].startswith("InputError: an iterable of each rank's own resumes only with as many ranks")
+        assert "whose 2 shards are what the ranks had, in their order, with shared=True" in outcome["error"]
 
 
 @pytest.fixture(scope="module")

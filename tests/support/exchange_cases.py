@@ -311,6 +311,49 @@ def resume(rank, world, count, size, turns, kind):
     return found
 
 
+def counted(spans):
+    """Samples whose tokens all say their number, of the numbers in each of some spans."""
+    for first, last in spans:
+        for i in range(first, last):
+            yield {"input_ids": [i] * (1 + i % 7)}
+
+
+def spans_of(count):
+    """Five shards of unequal sizes, one of them empty."""
+    cuts = [0, count // 3, count // 3, count // 2, count // 2 + 1, count]
+    return list(itertools.pairwise(cuts))
+
+
+def held_by_all(count):
+    """Sources of ``count`` samples that every rank holds: a list, an iterable, and one with shards."""
+    import datasets
+
+    from tests.support.story import Stream
+
+    return {
+        "map": list(counted([(0, count)])),
+        "stream": Stream(list(counted([(0, count)]))),
+        "shards": datasets.IterableDataset.from_generator(counted, gen_kwargs={"spans": spans_of(count)}),
+    }
+
+
+def life(rank, world, count, size, stop, states, capacity=64):
+    """By source of :func:`held_by_all` the steps after its state, at most ``stop``, as ids, and the state then."""
+    topology = Topology.from_groups(dp=dist.group.WORLD)
+    options = {"global_batch_size": size, "capacity": capacity, "shared": True}
+    found = {}
+    for name, source in held_by_all(count).items():
+        with PackedIterator(source, topology, **options) as it:
+            if name in states:
+                it.load_state_dict(states[name])
+            mine = [[int(s["input_ids"][0]) for b in step.microbatches for s in b.samples()]
+                    for step in itertools.islice(it, stop)]  # fmt: skip
+            state = it.state_dict()
+        boxes = everywhere(mine)
+        found[name] = [sorted(flat(parts)) for parts in zip(*boxes, strict=True)], state
+    return found
+
+
 def failures_of_iterator(rank, world):
     """What each rank raises at next() when one is at fault, with the thread and without; closing does not hang."""
     topology = Topology.from_groups(dp=dist.group.WORLD)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import processes
 from ullage.checkpoint.core.manifest import damage_in, read_manifests
@@ -322,19 +323,25 @@ def test_all_ranks_raise_what_one_of_them_found(root):
 
 
 def notes_on(rank, world, *checkpoints):
-    return [resuming.state_notes(Path(checkpoint)) for checkpoint in checkpoints]
+    noisy, quiet = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(p)) for p in (0.1, 0.0))
+    return [
+        [resuming.state_notes(path), *(resuming.noise_note(path, model) for model in (noisy, quiet))]
+        for path in map(Path, checkpoints)
+    ]
 
 
 @pytest.mark.distributed
-def test_random_states_that_are_not_there_are_told_by_every_rank(tmp_path):
-    """Of one rank of two, and of a run on one process."""
-    wanted = []
-    for name, file, held in (("older", "rng_state_0.pth", "none for rank 1"), ("fewer", "rng_state.pth", "not of 2")):
+def test_random_states_of_other_numbers_of_processes_are_told_by_every_rank_where_there_is_dropout(tmp_path):
+    ending = "dropout goes on with other noise than it would have had, so losses are not the same to rounding"
+    wanted, files = [], {"one": ["rng_state.pth"], "two": ["rng_state_0.pth", "rng_state_1.pth"], "none": []}
+    for name, states in files.items():
         checkpoint = tmp_path / name
         checkpoint.mkdir()
-        for each in (file, "optimizer.pt", "scheduler.pt"):
+        for each in (*states, "optimizer.pt", "scheduler.pt"):
             (checkpoint / each).touch()
-        ending = "what is drawn there, such as dropout, goes on from the seed"
-        wanted.append([f"{checkpoint} holds random states of 1 process, {held}: {ending}"])
-    places = map(str, (tmp_path / "older", tmp_path / "fewer"))
-    assert processes.values(processes.run(notes_on, 2, *places)) == [wanted, wanted]
+        wanted.append([[], None, None])
+    wanted[0][1] = f"{tmp_path}/one holds random states of 1 process, and this run has 2: {ending}"
+    wanted[2][0] = [
+        f"{tmp_path}/none holds no random states: what is drawn there, such as dropout, goes on from the seed"
+    ]
+    assert processes.values(processes.run(notes_on, 2, *(str(tmp_path / name) for name in files))) == [wanted] * 2

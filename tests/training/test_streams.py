@@ -1,14 +1,18 @@
 """Iterable data under packing: every sample once per epoch on one process and two, and runs that continue exactly."""
 
+import itertools
+
 import pytest
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support import packing_script
+from tests.support import packing_script, stream_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
-from ullage.training.batches.sampling import divide_exactly
+from ullage.training.batches.sampling import StreamParts, divide_exactly
 from ullage.training.evaluator import evaluation_loader
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
@@ -112,6 +116,92 @@ def test_parts_hold_each_sample_once_and_whole_batches_as_accelerate_gives_them(
     )
     divide_exactly(dropping, dataset, packed=True)
     assert len(list(dropping)) == whole
+
+
+@pytest.mark.property
+@given(st.integers(0, 60), st.integers(1, 17), st.sampled_from([1, 2, 3, 5, 7]), st.integers(0, 5), st.booleans())
+def test_parts_of_a_stream_s_steps_are_the_steps_of_one_process_from_any_step_on(count, size, ranks, trained, drops):
+    parts = []
+    for rank in range(ranks):
+        stream = StreamParts(Counted(count), size, rank, ranks, drops)
+        stream.trained = trained
+        parts.append(list(stream)[trained:])
+    ends = range(trained * size, count - size + 1 if drops else count, size)
+    together = [[number for part in step for number in part] for step in zip(*parts, strict=True)]
+    assert together == [list(range(i, min(i + size, count))) for i in ends]
+    assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in zip(*parts))
+
+
+LIVES = {
+    "packed": {"packing_capacity": 64},
+    "not packed": {"per_device_train_batch_size": 2},
+}
+
+
+def live(folder, worlds, data, count, size, stop, **options):
+    """The samples of every step of a run on other ranks after each stop, over all ranks, and its losses."""
+    trained, losses = [[] for _ in data], []
+    for turn, world in enumerate(worlds):
+        end = -(-count // size)
+        stops = {"stop": end if turn == len(worlds) - 1 else (turn + 1) * stop, "max_steps": end}
+        cases = [{"data": name, "count": count, "packing_global_batch_size": size, **stops, **options} for name in data]
+        ranks = on_ranks(world, stream_script, folder, cases, timeout=900)
+        assert not [case["error"] for rank in ranks for case in rank if "error" in case]
+        for steps, *parts in zip(trained, *ranks):
+            steps += [sorted(itertools.chain(*step)) for step in zip(*(part["steps"] for part in parts), strict=True)]
+        losses = [case["losses"] for case in ranks[0]]
+    return trained, losses
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("worlds", "data", "count", "size", "stop", "kind"),
+    [
+        ((2, 3), ["table"], 23, 5, 2, "packed"),
+        pytest.param((1, 4, 3, 5), ["torch", "datasets", "table"], 61, 7, 2, "packed", marks=pytest.mark.slow),
+        pytest.param((4, 3, 5), ["torch", "table"], 31, 3, 4, "not packed", marks=pytest.mark.slow),
+        pytest.param((4, 3, 5), ["table"], 10_000, 250, 14, "packed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_over_a_stream_goes_on_with_other_ranks_in_the_steps_of_one_process(
+    tmp_path, worlds, data, count, size, stop, kind
+):
+    trained, _ = live(tmp_path, worlds, data, count, size, stop, **LIVES[kind])
+    for name, steps in zip(data, trained, strict=True):
+        print(f"{name}, {kind}: {count} samples on {worlds} ranks, the samples of every step: {steps}")
+        assert steps == [list(range(i, min(i + size, count))) for i in range(0, count, size)], name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_losses_of_a_shuffled_stream_are_those_of_one_process_and_two_workers_share_alike(tmp_path):
+    """Without dropout; with workers the steps are those of what each worker reads, on any number of ranks."""
+    for workers in (0, 2):
+        options = {"dataloader_num_workers": workers, **LIVES["packed"]}
+        found = []
+        for worlds in ((1,), (3, 2)):
+            folder = tmp_path / f"{workers} {worlds}"
+            folder.mkdir()
+            trained, losses = live(folder, worlds, ["shuffled"], 61, 7, 4, **options)
+            assert sorted(itertools.chain(*trained[0])) == list(range(61)) or workers
+            found.append((trained, losses))
+        (trained, losses), (again, others) = found
+        assert again == trained
+        assert others[0] == pytest.approx(losses[0], abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_stream_divided_among_ranks_is_refused_on_others_and_as_a_part_of_a_global_batch(tmp_path):
+    options = {"data": "torch", "count": 61, "max_steps": 9, "per_device_train_batch_size": 2, **LIVES["packed"]}
+    on_ranks(2, stream_script, tmp_path, [{**options, "stop": 3}])
+    for [found] in on_ranks(3, stream_script, tmp_path, [{**options, "stop": 4}]):
+        assert "a stream that was divided among the ranks goes on on as many ranks" in found["error"]
+        assert "packing_global_batch_size" in found["error"]
+    stream = split_dataset_by_node(Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4), 0, 2)
+    trainer = packing_script.make_trainer("recurrent", str(tmp_path), samples=stream, packing_global_batch_size=4)
+    with pytest.raises(InputError, match=r"divided already cannot be shared .* Give it undivided"):
+        trainer.train()
 
 
 def test_a_divided_stream_is_not_evaluated_in_part():

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ullage.core.errors import DistributedError, InputError, require_int, require_one_of
 from ullage.core.layout import ORDERS
-from ullage.exchange.source import MAP, Reader, Stream, fingerprint, source_kind
+from ullage.exchange.source import MAP, Reader, Stream, fingerprint, num_shards, source_kind
 from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
 from ullage.planning import plan
 from ullage.ranks import Axis, Topology, agree, tried
@@ -56,11 +56,12 @@ def describe(samples: Any, topology: Topology, shared: bool | None) -> dict[str,
     if samples is None:
         raise InputError("a rank that owns data must have samples", where=f"owners {topology.owners!r}", found="None")
     kind = source_kind(samples)
+    record = {"kind": kind, "dp": topology.dp.rank, "shared": shared}
     if kind != MAP:
-        return {"kind": kind, "dp": topology.dp.rank}
+        return record | {"shards": num_shards(samples) if shared else 0}
     # A fingerprint reads samples, so only where it decides something: several readers, and no answer from the caller.
     digest = fingerprint(samples) if shared is None and topology.dp.size > 1 else None
-    return {"kind": kind, "size": len(samples), "digest": digest, "dp": topology.dp.rank}
+    return record | {"size": len(samples), "digest": digest}
 
 
 def compare_topologies(
@@ -121,7 +122,7 @@ def _require_grid(records: Sequence[Mapping[str, Any]], places: Mapping[str, tup
             raise DistributedError(f"ranks disagree on the {name} axis", expected=list(along), found=list(ranks))
 
 
-def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: bool | None) -> Stream:
+def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology) -> Stream:
     """The stream that all owners read together. Raises ``DistributedError`` on every rank if they cannot."""
     sources = [(rank, record["source"]) for rank, record in enumerate(records) if record["source"] is not None]
     # Ranks with one dp coordinate read the same samples (tensor-parallel peers, pipeline ends); they count as one
@@ -129,14 +130,19 @@ def stream_of(records: Sequence[Mapping[str, Any]], topology: Topology, shared: 
     by_reader: dict[int, dict[str, Any]] = {}
     for rank, source in sources:
         other = by_reader.setdefault(source["dp"], source)
-        if {**source, "digest": None} != {**other, "digest": None} or source["kind"] != sources[0][1]["kind"]:
-            raise DistributedError(
-                "ranks have different sources", where=f"rank {rank}", expected=sources[0][1]["kind"], found=source
-            )
+        first = sources[0][1]
+        if {**source, "digest": None} != {**other, "digest": None} or any(
+            source.get(name) != first.get(name) for name in ("kind", "shared", "shards")
+        ):
+            raise DistributedError("ranks have different sources", where=f"rank {rank}", expected=first, found=source)
     streams = topology.dp.size
-    kind = sources[0][1]["kind"]
+    first = sources[0][1]
+    kind, shared = first["kind"], first["shared"]
     if kind != MAP:
-        return Stream(kind, streams, shared=False)
+        if first["shards"]:
+            return Stream(kind, first["shards"], ranks=streams)
+        # One rank's own is read in order, as one that all ranks hold is.
+        return Stream(kind, streams, shared=bool(shared) or streams == 1)
     # Sizes per reader: of its own dataset, or of every ``streams``-th sample of the shared one.
     readers = [by_reader[k] for k in range(streams)]
     sizes = [reader["size"] for reader in readers]
@@ -313,8 +319,9 @@ class PackedIterator:
             microbatch has ``cp`` times as many.
         pad_to_multiple_of: what each rank's part of a slot is a multiple of, in tokens.
         prefetch: steps made ahead; 0 makes them when they are asked for.
-        shared: whether a map-style dataset is the same on every rank, each reading its part of it, or each rank's own;
-            ``None`` compares the ranks' datasets to find out.
+        shared: whether all ranks pass the same samples, each reading its part of them, or each rank its own. ``None``
+            compares map-style datasets to find out, and takes an iterable, which cannot be compared, as the rank's own.
+            One of ``datasets`` with shards is then read by shards, a sample of each in turn.
         fields: the names to carry, which every sample must have; ``None`` carries all.
         per_sequence: names of fields with one entry per sequence although they are arrays.
         stage_fields: function of pipeline stage and number of stages to the fields that this stage gets.
@@ -363,7 +370,7 @@ class PackedIterator:
 
         records = compare_topologies(topology, *tried(local))
         # From here on every rank has the same records, so all make the same groups or raise alike.
-        stream = stream_of(records, topology, shared)
+        stream = stream_of(records, topology)
         self._device = device
         self._prefetch = prefetch
         self._lease = lease(topology, _timeout(timeout, topology))
@@ -383,7 +390,7 @@ class PackedIterator:
 
     @property
     def shared(self) -> bool:
-        """Whether a map-style dataset is read as one that every rank holds."""
+        """Whether samples are read as those that every rank holds."""
         return self._maker.stream.shared
 
     @property
@@ -430,8 +437,9 @@ class PackedIterator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken. Every rank must call it, after the same number of steps.
 
-        A map-style dataset is resumed exactly at any dp, an iterable at the same dp, by reading it up to there. Raises
-        ``InputError`` for a state of another source, and for an iterable at another dp.
+        Samples that all ranks hold are resumed exactly at any dp, whatever dp the state is of; each rank's own at the
+        same dp. An iterable is read up to there. Raises ``InputError`` for a state of another source, and for iterables
+        of the ranks' own at another dp.
         """
         if self._closed:
             raise InputError("the iterator is closed", hint="make a new one to resume")

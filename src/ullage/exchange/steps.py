@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,13 +97,16 @@ class StepMaker:
     def __init__(self, topology: Topology, stream: Stream, reader: Reader | None, options: Options) -> None:
         self.topology, self.stream, self.options = topology, stream, options
         self._reader = reader
+        #: Of the step being made: samples of each reader, and the places in the stream of those that this rank read.
+        self._counts = np.zeros(stream.streams, np.int64)
+        self._places: list[int] = []
         self.given = np.zeros(stream.streams, np.int64)
         self._live = np.ones(stream.streams, bool)
 
     def seek(self, given: Int64) -> None:
         """Go on after what each reader had given."""
         if self._reader is not None:
-            self._reader.seek(int(given[self.topology.dp.rank]))
+            self._reader.seek(given)
         self.given, self._live = given.copy(), np.ones(len(given), bool)
 
     def make(self, failure: Exception | None = None) -> PackedStep | None:
@@ -121,8 +123,13 @@ class StepMaker:
             if taken is not None:
                 columns, gathered = taken
         gathered, failure = self.relay(gathered, failure)
+        given = gathered
+        if self.stream.ranks is not None:  # what each shard gave, of which a rank reads several, or none
+            given = None if gathered is None or failure is not None else Lengths(gathered.lengths, self._counts)
+            given, failure = self.relay(given, failure)
         _agree_on(failure, "" if gathered is None else gathered.digest, topology)
         assert gathered is not None
+        assert given is not None
         # The end of the stream, known to all. Nobody leaves before everybody has heard, see :func:`settle`.
         if not len(gathered):
             for axis in topology.axes:
@@ -131,7 +138,7 @@ class StepMaker:
         step, failure = self._place(columns, gathered)
         _agree_on(failure, "" if step is None else step.plan.digest, topology)
         # Only now: a step that failed anywhere leaves the state where it was.
-        self.given = self.given + gathered.counts
+        self.given = self.given + given.counts
         return step
 
     def relay(self, gathered: Lengths | None, failure: Exception | None) -> tuple[Lengths | None, Exception | None]:
@@ -174,33 +181,45 @@ class StepMaker:
         Collective over dp for iterables, whose ends are not known beforehand.
         """
         axis, stream, wanted = self.topology.dp, self.stream, self.options.global_batch_size
+        self._places = []
         if stream.kind != ITERABLE:
-            quota = int(stream.quotas(self.given, wanted)[axis.rank])
-            samples, failure = tried(partial(self._read, quota))
-            return samples or [], failure
+            samples, _, failure = self._read(self.given, stream.quotas(self.given, wanted))
+            return samples, failure
         # Ask each live reader for its share; those that end give less, and the others are asked for the rest. All
         # ranks see the counts (−1: failed), so all make the same turns of this loop.
         given, taken = self.given.copy(), []
         while wanted and self._live.any():
             quota = deal(given, self._live, wanted)
-            samples, failure = tried(partial(self._read, int(quota[axis.rank])))
-            counts = gather_int64(np.array([-1 if samples is None else len(samples)]), axis)[:, 0]
-            if (counts < 0).any():
+            samples, mine, failure = self._read(given, quota)
+            rows = gather_int64(mine, axis)
+            if (rows < 0).any():
                 agree(failure, axis, "reading its samples")
-            taken += samples or []
+            taken += samples
+            # A reader's samples are counted by the rank that reads it, and by no other.
+            counts = rows.sum(0)
             given += counts
             wanted -= int(counts.sum())
             # A reader that gave less than it was asked for has ended.
             self._live &= counts == quota
+        self._counts = given - self.given
         return taken, None
 
-    def _read(self, count: int) -> list[Any]:
-        return self._reader.take(count) if self._reader is not None else []
+    def _read(self, given: Int64, quota: Int64) -> tuple[list[Any], Int64, Exception | None]:
+        """This rank's samples, how many of each reader, -1 after a failure, and the failure."""
+        nothing: tuple[list[Any], Int64] = ([], np.zeros_like(quota))
+        read, failure = tried(lambda: nothing if self._reader is None else self._reader.take(quota))
+        if read is None:
+            return [], np.full_like(quota, -1), failure
+        samples, counts = read
+        for reader in np.flatnonzero(counts):
+            self._places += (np.arange(given[reader], given[reader] + counts[reader]) * len(given) + reader).tolist()
+        return samples, counts, None
 
     def _where(self, i: int) -> str:
         axis = self.topology.dp
-        k = int(self.given[axis.rank]) + i
-        return f"rank {axis.global_rank}, sample {k * self.stream.streams + axis.rank} of the stream"
+        # Samples that another source gave are counted by rank.
+        place = self._places[i] if self._places else i * axis.size + axis.rank
+        return f"rank {axis.global_rank}, sample {place} of the stream"
 
     def _ways(self) -> list[Axis]:
         """The axes along which this rank hears from those that exchange, or tells others, from coordinate 0 on."""

@@ -42,6 +42,7 @@ from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.training.batches.reading import BatchReader
+from ullage.training.batches.shared import SharedPart
 from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
@@ -51,12 +52,13 @@ from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.checkpoints import require_same_model
 from ullage.training.saving.continuing import Continuation, Conversion
 from ullage.training.setup import fsdp
-from ullage.training.setup.arguments import PackingOptions, form_process_group
+from ullage.training.setup.arguments import PackingOptions, form_process_group, global_batch_of
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
+from ullage.training.step.sharing import StepSharing
 from ullage.training.step.stopping import StopFlag
 from ullage.training.trl_losses import image_problem, padded_loss_of
 
@@ -134,7 +136,9 @@ class RaggedTrainerMixin(_Base):
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
         self._packer = Packer(self, self._reader, self.meter, padded_loss_of, image_problem)
-        self._steps = StepSource(self, self._reader, self._packer, self.meter, self.stop, self._background)
+        self._sharing = StepSharing(self, self._packer)
+        parts = (self.meter, self.stop, self._background, self._sharing)
+        self._steps = StepSource(self, self._reader, self._packer, *parts)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
         self._capacity = CapacityFinder(self, self._reader, self._packer)
@@ -144,6 +148,7 @@ class RaggedTrainerMixin(_Base):
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
             fsdp.require_possible(arguments)
+            global_batch_of(arguments)
             options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
             require_trainable(given_argument("model", type(self), RaggedTrainerMixin, args, kwargs), arguments, options)
         end_groups_at_exit()
@@ -159,6 +164,7 @@ class RaggedTrainerMixin(_Base):
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
         refuse_dispatching(self.accelerator)
         self._packer.require_packable()
+        self._sharing.require_possible()
         given = given_argument("data_collator", type(self), RaggedTrainerMixin, args, kwargs)
         if given is None and self._packer.padded_loss is None:
             collator = self._reader.default_collator(packs=self._packer.options is not None)
@@ -188,9 +194,11 @@ class RaggedTrainerMixin(_Base):
         """Train as transformers does; a checkpoint of another layout is taken too.
 
         ``resume_from_checkpoint``: every file that the checkpoint's manifest lists is compared with it before anything
-        is loaded; ``True`` takes the newest checkpoint that is whole. ``allow_changed_checkpoint`` takes files that
-        were changed on purpose. Raises ``CheckpointError`` on every rank for a checkpoint that is damaged, naming the
-        newest whole one before it, and for one of another model. With no step left, nothing is trained.
+        is loaded; ``True`` takes the newest checkpoint that is whole. So does ``"auto"``, which begins where there is
+        none: one call for a run that is started again and again, on whatever ranks there are.
+        ``allow_changed_checkpoint`` takes files that were changed on purpose. Raises ``CheckpointError`` on every rank
+        for a checkpoint that is damaged, naming the newest whole one before it, and for one of another model. With no
+        step left, nothing is trained.
         """
         whole = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
         checkpoint = whole if isinstance(whole, str) else None
@@ -335,8 +343,10 @@ class RaggedTrainerMixin(_Base):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            with replaced(self.accelerator, "device_placement", False), self._drawn_over_dp():
-                return self._steps.read_from(super()._get_dataloader(*options), dataset)
+            size = self._sharing.size_for(dataset)
+            with replaced(self.accelerator, "device_placement", False), self._drawn_by(size):
+                loader = super()._get_dataloader(dataset, description, size or batch_size, *options[3:])
+            return self._steps.read_from(loader, dataset, batch_size)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
         loader = evaluation_loader(self, dataset, description, batch_size)
@@ -345,11 +355,23 @@ class RaggedTrainerMixin(_Base):
         return loader
 
     @contextlib.contextmanager
-    def _drawn_over_dp(self) -> Iterator[None]:
-        """Within it accelerate divides batches among the ranks that draw different ones."""
+    def _drawn_by(self, size: int | None) -> Iterator[None]:
+        """Within it accelerate divides batches among the ranks that draw different ones.
+
+        ``size``: of a global batch, which it does not divide, and by which a sampler groups samples; None without.
+        """
         state, (rank, number) = self.accelerator.state, data_ranks(self.model, self.args)
-        with replaced(state, "process_index", rank), replaced(state, "num_processes", number):
+        with contextlib.ExitStack() as stack:
+            if size is not None:
+                rank, number = 0, 1
+                stack.enter_context(replaced(self.args, "per_device_train_batch_size", size))
+            stack.enter_context(replaced(state, "process_index", rank))
+            stack.enter_context(replaced(state, "num_processes", number))
             yield
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Samples of a step over all ranks."""
+        return self._sharing.size or super().get_total_train_batch_size(args)
 
     # One step.
 
@@ -366,12 +388,17 @@ class RaggedTrainerMixin(_Base):
         return None if self._evaluator.is_running else self._steps.num_items(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Train on one batch; a packed one runs as all its microbatches. The loss of a step without labels is zero."""
+        """Train on one batch; one that is packed or shared runs as all its microbatches.
+
+        The loss of a step without labels is zero.
+        """
         run, padded = super().training_step, self._packer.padded_loss
         if padded is not None and padded.makes_batches:
             inputs = self._packer.pack([padded.make_batch(model, inputs)])
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
+        elif isinstance(inputs, SharedPart):
+            loss = self._sharing.train_step(run, model, inputs, num_items_in_batch)
         else:
             loss = run(model, inputs, num_items_in_batch)
         return self._steps.without_nan(model, loss)
@@ -415,6 +442,8 @@ class RaggedTrainerMixin(_Base):
         if isinstance(inputs, PackedBatch):
             # Added up over all ranks, of which some share their batches.
             return self._packer.flops(inputs) // (self.args.world_size // data_ranks(self.model, self.args)[1])
+        if isinstance(inputs, SharedPart):
+            return sum(self.floating_point_ops(batch) for batch in inputs.batches)
         if self._reader.overridden("floating_point_ops"):
             return super().floating_point_ops(inputs)
         if not hasattr(self.model, "num_parameters"):
@@ -424,7 +453,11 @@ class RaggedTrainerMixin(_Base):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen == "no":
             return
-        number = inputs.numel() if isinstance(inputs, PackedBatch) else self._reader.num_tokens_seen(inputs)
+        if isinstance(inputs, PackedBatch):
+            number = inputs.numel()
+        else:
+            batches = inputs.batches if isinstance(inputs, SharedPart) else [inputs]
+            number = sum(map(self._reader.num_tokens_seen, batches))
         gathered = self.accelerator.gather(torch.tensor(number, device=self.args.device))
         assert isinstance(gathered, Tensor)
         self.state.num_input_tokens_seen += int(gathered.sum())

@@ -19,7 +19,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.cli.train.folder import taken_over
+from ullage.cli.train.folder import LAST, kept_global_batch, taken_over
 from ullage.cli.train.process import message_of
 from ullage.cli.train.settings import (
     AdapterArguments,
@@ -32,6 +32,7 @@ from ullage.cli.train.settings import (
 )
 from ullage.core.errors import InputError, UsageError
 from ullage.training import TrainingArguments
+from ullage.training.setup.arguments import global_batch_of
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
 KINDS = (
@@ -87,10 +88,13 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     given = parser.given(flags)
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
     flags = [*_resumed(parser, given), *flags, *_zero(given)]
+    shared, accumulation = _shared_batch(parser.given(flags))
+    flags += shared
     try:
         *parts, _, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
+        global_batch_of(parts[-1])
     except InputError as error:
         raise UsageError(
             error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint
@@ -105,7 +109,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
         where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"
         raise UsageError("this run has no such metric", where=where, expected="loss", found=metric, hint=hint)
-    return TrainCommand(*parts, given=frozenset(given))
+    return TrainCommand(*parts, given=frozenset(given), accumulation=accumulation)
 
 
 def _resumed(parser: Parser, given: dict[str, Any]) -> list[str]:
@@ -113,12 +117,35 @@ def _resumed(parser: Parser, given: dict[str, Any]) -> list[str]:
     resume = str(given.get("resume_from_checkpoint", "false"))
     if resume.lower() == "false":
         return []
+    return parser.flags_of(taken_over(_folder_of_run(given), {*given, *parser.emptied}))
+
+
+def _folder_of_run(given: dict[str, Any]) -> Path:
+    """The folder with the record of the run that a call may go on with: beside its checkpoints."""
+    resume = str(given.get("resume_from_checkpoint", "false"))
     output = given.get("output_dir", DEFAULTS["output_dir"])
-    # The record lies in the output folder, beside the checkpoints.
-    folder = Path(output if resume.lower() in ("true", "last") else resume.rstrip("/") + "/..")
+    return Path(output if resume.lower() in ("false", *LAST) else resume.rstrip("/") + "/..").resolve()
+
+
+def _shared_batch(given: dict[str, Any]) -> tuple[list[str], int]:
+    """The global batch as flags, which is the run's on any number of ranks; and the accumulation that was asked."""
+    batch, accumulation = (
+        given.get(name, DEFAULTS.get(name, 1))
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    # A config file of DeepSpeed's may have numbers of its own, which transformers compares with the arguments.
+    counts_itself = accumulation > 1 and given.get("deepspeed") is not None
+    counts_itself |= given.get("average_tokens_across_devices") is False
+    counts_itself |= min(batch, accumulation) < 1  # refused as they are
+    counts_itself |= given.get("train_sampling_strategy") == "batch_rebalance"
+    if counts_itself or given.get("packing_global_batch_size") is not None:
+        return [], accumulation
     layout = ParallelArguments(**{name: given[name] for name in ("dp", "cp", "tp") if name in given})
     ranks = layout.data_ranks(int(os.environ.get("WORLD_SIZE", "1")))
-    return parser.flags_of(taken_over(folder.resolve(), {*given, *parser.emptied}, ranks))
+    size = batch * accumulation * ranks
+    if not given.get("overwrite_output_dir"):
+        size = kept_global_batch(_folder_of_run(given), batch, accumulation, ranks)
+    return [f"--packing_global_batch_size={size}", "--gradient_accumulation_steps=1"], accumulation
 
 
 def _zero(given: dict[str, Any]) -> list[str]:
@@ -171,7 +198,10 @@ class Parser(HfArgumentParser):
         # A bare --resume_from_checkpoint means the last one.
         resume = self._by_name["resume_from_checkpoint"]
         resume.nargs, resume.const, resume.metavar = "?", "true", "FOLDER"
-        resume.help = "continue from this checkpoint, or, without a folder, from the last one in the output folder"
+        resume.help = (
+            "continue from this checkpoint, or, without a folder or as auto, from the last whole one in the output "
+            "folder; where there is none, begin"
+        )
         # A bare --disable_tqdm means yes, also where transformers asks for the word.
         for action in self._by_name.values():
             if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:

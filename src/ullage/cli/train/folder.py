@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import AdapterArguments, TrainCommand
-from ullage.core.errors import CheckpointError, InputError, UllageError, UsageError
+from ullage.core.errors import CheckpointError, InputError, UllageError
 from ullage.core.replacing import replacing
 from ullage.ranks.world import agreement, is_first_of_machine
 from ullage.training.run.log_file import LOG
@@ -32,6 +32,7 @@ from ullage.training.saving.checkpoints import (
     require_checkpoint,
     step_of,
 )
+from ullage.training.saving.continuing import AUTO
 from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ _DECIDING = (
     "max_steps",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
+    "packing_global_batch_size",
     "learning_rate",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
@@ -83,7 +85,10 @@ _KEPT = (
 #: What the checkpoint's files decide, so that another value would mean nothing.
 _OF_THE_MODEL = ("model", "dropout", *AdapterArguments.__dataclass_fields__)
 _ALLOWED = ("allow_missing_weights", "allow_pickle_weights", "trust_remote_code")
-_LAST = ("true", "last")
+#: Words for the last checkpoint in the output folder; with none there, a run begins.
+LAST = ("true", "last", AUTO)
+#: The settings that make up a global batch, of which the last is the batch itself.
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "packing_global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -164,12 +169,15 @@ def _look_at(command: TrainCommand) -> Situation:
     checkpoints = checkpoints_in(folder)
     resume = command.training.resume_from_checkpoint
     if resume is not None and resume.lower() != "false":
-        named = resume.lower() not in _LAST
+        named = resume.lower() not in LAST
         # ``--resume_from_checkpoint`` of a run that has ended, with the same settings, reports it again.
         if not named and _finished(record, folder) and not _changed(record, command):
             return Situation(summary=record["summary"] if record else None)
         checkpoint = _to_resume(resume, folder, checkpoints)
-        return Situation(checkpoint, notes=_notes_on_settings(checkpoint, command), named=named)
+        if checkpoint is not None:
+            return Situation(checkpoint, notes=_notes_on_settings(checkpoint, command), named=named)
+        if not _finished(record, folder) and record is not None:  # it ended before its first checkpoint
+            return Situation()
     if command.output.overwrite_output_dir:
         return Situation()
     if record is None:
@@ -260,18 +268,11 @@ def never_begun(command: TrainCommand, checkpoint: Path | None, trainer: Trainer
             raise error
 
 
-def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path:
-    if resume.lower() not in _LAST:
+def _to_resume(resume: str, folder: Path, checkpoints: list[Path]) -> Path | None:
+    """The checkpoint that a call names, or the last in the output folder; None if that has none."""
+    if resume.lower() not in LAST:
         return Path(resume) if Path(resume).is_dir() else require_checkpoint(resume)
-    if not checkpoints:
-        raise CheckpointError(
-            "there is no checkpoint to continue from",
-            where=str(folder),
-            expected="a folder checkpoint-N",
-            found="none" if folder.is_dir() else "no such folder",
-            hint="start without --resume_from_checkpoint, or give the checkpoint's folder",
-        )
-    return checkpoints[-1]
+    return checkpoints[-1] if checkpoints else None
 
 
 def _notes_on_settings(checkpoint: Path, command: TrainCommand) -> tuple[str, ...]:
@@ -309,15 +310,34 @@ def _changed(record: dict[str, Any] | None, command: TrainCommand) -> list[str]:
     if record is None:
         return []
     before, now = record["settings"], deciding_settings(command)
+    batches = [global_batch(each) for each in (before, now)]
+    # Only the global batch decides numbers: on other processes, or in other microbatches, it is the same run.
+    if None in batches or batches[0] == batches[1]:
+        now = {name: value for name, value in now.items() if name not in _BATCH}
+    else:
+        now.pop("world_size")
+        before = {**before, _BATCH[-1]: batches[0]}
     changed = [name for name in now if name in before and before[name] != now[name]]
-    # Other processes with the same global batch are the same run: only the product of the two decides its numbers.
-    shared = ("per_device_train_batch_size", "world_size")
-    same = before.keys() >= set(shared) and math.prod(before[name] for name in shared) == math.prod(
-        now[name] for name in shared
-    )
-    if command.training.resume_from_checkpoint and same:  # the same global batch on other processes
-        changed = [name for name in changed if name not in shared]
     return [f"{name} {before[name]} there, {now[name]} here" for name in changed]
+
+
+def global_batch(settings: Mapping[str, Any]) -> int | None:
+    """Sequences of a step, by the settings of a run; None where they do not tell."""
+    *factors, whole = (settings.get(name) for name in _BATCH)
+    if whole is None and None not in factors:
+        whole = math.prod(int(factor or 0) for factor in factors)
+    return whole
+
+
+def kept_global_batch(folder: Path, batch: int, accumulation: int, ranks: int) -> int:
+    """Sequences of a step: those of the run in ``folder``, unless the call has other batches than that.
+
+    ``batch``, ``accumulation``, ``ranks``: of the call, whose product is a step otherwise.
+    """
+    record = read_record(folder)
+    if record is not None and tuple(record["settings"].get(name) for name in _BATCH[:2]) == (batch, accumulation):
+        return global_batch(record["settings"]) or batch * accumulation * ranks
+    return batch * accumulation * ranks
 
 
 def _refuse_models(folder: Path, checkpoints: list[Path]) -> None:
@@ -366,6 +386,7 @@ def require_layout_of(checkpoint: Path | None, asked: bool) -> None:
 def deciding_settings(command: TrainCommand) -> dict[str, Any]:
     """The settings that decide the numbers of a run, as they are written to JSON."""
     training = {name: getattr(command.training, name) for name in _DECIDING}
+    training["gradient_accumulation_steps"] = command.accumulation
     # Ranks that read different sequences, not processes: those of cp and tp add nothing to the batch.
     training["world_size"] = command.parallel.data_ranks(command.training.world_size)
     settings = {**asdict(command.data), **asdict(command.model), **training}
@@ -400,27 +421,14 @@ def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | 
         file.write(json.dumps(record, indent=1) + "\n")
 
 
-def taken_over(folder: Path, given: set[str], world_size: int) -> dict[str, Any]:
-    """The settings of the run in ``folder`` for a call that resumes it and gave ``given`` itself.
-
-    ``world_size``: ranks that read different sequences. The global batch stays what it was: on another number of them
-    each takes another part of it. Raises ``UsageError`` where it cannot be shared evenly.
-    """
+def taken_over(folder: Path, given: set[str]) -> dict[str, Any]:
+    """The settings of the run in ``folder`` for a call that resumes it and gave ``given`` itself."""
     record = read_record(folder)
     if record is None:
         return {}
     settings = {**record.get("kept", {}), **record["settings"]}
-    there = settings.pop("world_size", world_size)
-    batch = settings.get("per_device_train_batch_size")
-    if batch is not None and there != world_size and "per_device_train_batch_size" not in given:
-        if batch * there % world_size:
-            raise UsageError(
-                f"the run's global batch of {batch * there} does not divide over {world_size} processes",
-                where=str(folder / RECORD),
-                hint="give --per_device_train_batch_size, and expect other losses; or take another number of processes",
-            )
-        # The product of the two stays: the global batch, on which the losses depend.
-        settings["per_device_train_batch_size"] = batch * there // world_size
+    for name in _BATCH[2:]:  # kept_global_batch
+        settings.pop(name, None)
     return {name: value for name, value in settings.items() if name not in given and value is not None}
 
 

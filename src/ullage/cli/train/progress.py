@@ -162,12 +162,14 @@ def step_line(command: TrainCommand, training: Any) -> str:
     """The global batch of a step: sequences, what they are made of, and about how many tokens."""
     args = command.training
     ranks = command.parallel.data_ranks(args.world_size)
-    factors = {"a batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps}
+    factors = {"a batch": args.per_device_train_batch_size, "accumulation": command.accumulation}
     factors["processes with data of their own"] = ranks
-    number = math.prod(factors.values())
+    number = args.packing_global_batch_size or math.prod(factors.values())
     parts = [f"{value} {name}" for name, value in factors.items() if value != 1]
-    tokens = training.num_tokens / max(1, len(training)) * number
     made = f" ({' × '.join(parts)})" if len(parts) > 1 else ""
+    if number != math.prod(factors.values()):
+        made = f" over {ranks} processes with data of their own" if ranks > 1 else ""
+    tokens = training.num_tokens / max(1, len(training)) * number
     return f"a step: {number:,} sequences{made}, about {tokens:,.0f} tokens"
 
 

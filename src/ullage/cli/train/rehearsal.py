@@ -159,7 +159,7 @@ def _of_steps(command: TrainCommand, trainer: Trainer, steps: _FirstSteps) -> di
     plan |= {"planned": len(steps.seconds), "packed": bool(steps.plans)}
     plan["tokens_per_step"] = meter.num_tokens / len(steps.seconds)
     if not steps.plans:
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        batch = trainer.get_total_train_batch_size(args)
         return {**plan, "sequences_per_step": batch, "padding_avoided": meter.padding_avoided}
     stats = [each.statistics() for each in steps.plans]
     means = {

@@ -210,6 +210,7 @@ class TrainCommand:
     """The arguments of one call, each kind in its own dataclass.
 
     ``given``: the names that the call or its config file gave, beside those taken over from a run that is resumed.
+    ``accumulation``: the gradient_accumulation_steps that were asked for, which the global batch has in it.
     ``revisions``: by argument, ``repository@commit`` of what came from the Hugging Face cache or hub.
     """
 
@@ -221,6 +222,7 @@ class TrainCommand:
     adapter: AdapterArguments
     training: TrainingArguments
     given: frozenset[str]
+    accumulation: int = 1
     revisions: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -237,11 +237,14 @@ def _train(trainer: Trainer, progress: Progress, command: TrainCommand, checkpoi
     from ullage.cli.train.folder import never_begun
     from ullage.cli.train.progress import Stop
     from ullage.training.saving.checkpoints import checkpoints_in
+    from ullage.training.saving.resuming import noise_note
     from ullage.training.step.stopping import StopOnSignal, takes_sigterm
 
     conversion = None if checkpoint is None else trainer.conversion_for(checkpoint)
     if conversion is not None:
         say(str(conversion))
+    if checkpoint is not None and (note := noise_note(checkpoint, trainer.model)) is not None:
+        say(note)
     stop = Stop(command.run.stop_at_step)
     trainer.add_callback(stop)
     # transformers' own way of saving at SIGTERM stands alone.

@@ -6,6 +6,9 @@ its last batches are filled up with the first samples of all, so these are train
 may end unequally, they stay short here. And a data set that ``split_dataset_by_node`` has divided already would be
 divided once more, and most of it never read: it is left as it is.
 
+Both ways depend on the number of ranks, so such a run goes on with as many. Where steps are shared over whatever ranks
+there are, every rank reads the whole stream, and its place is a number of steps: :class:`StreamParts`.
+
 Source: accelerate 1.15 ``data_loader.py``, ``prepare_data_loader`` and ``IterableDatasetShard``.
 """
 
@@ -21,7 +24,9 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 from ullage.core.batch import RaggedBatch
+from ullage.exchange.source import read_from
 from ullage.training.batches import counting
+from ullage.training.batches.shared import part_of
 
 
 class RecordedBatches:
@@ -128,15 +133,70 @@ class EverySample(IterableDatasetShard):
             self.epoch = part.epoch
 
     def __iter__(self) -> Generator[Any, None, None]:
-        # Seed a data set's own generator as accelerate does, for one that does not listen to set_epoch.
-        generator = getattr(self.dataset, "generator", None)
-        if generator is not None and not hasattr(self.dataset, "set_epoch"):
-            generator.manual_seed(getattr(self, "epoch", 0))
+        _seed_generator(self.dataset, getattr(self, "epoch", 0))
         # In batches of 2 over three ranks, samples 0 1, 2 3, 4 5, 6 go to ranks 0, 1, 2, 0: the last batch stays short.
         size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
         for i, sample in enumerate(self.dataset):
             if i // size % self.num_processes == self.process_index:
                 yield sample
+
+
+class StepPart(list[Any]):
+    """One rank's samples of a step. ``spare``: one of the step's, which every rank has read."""
+
+    spare: Any = None
+
+
+class StreamParts(IterableDataset):
+    """One rank's part of every global batch of a stream that all ranks read: a :class:`StepPart`, which may be empty.
+
+    Step *k* of an epoch has the samples from *k*·``size`` on in the order of the stream, whatever number of ranks there
+    is, and every rank gives one part for it. So the number of steps is the place of a run, for any number of ranks. Of
+    several worker processes each gives the steps of what it reads.
+
+    Args:
+        dataset: the same on every rank, undivided.
+        size: samples of a step over all ranks; of the last one of an epoch fewer, or none with ``drop_last``.
+        rank: this rank's place.
+        ranks: their number.
+    """
+
+    def __init__(self, dataset: Any, size: int, rank: int, ranks: int, drop_last: bool = False) -> None:
+        self.dataset, self._size, self._rank, self._ranks, self._drop_last = dataset, size, rank, ranks, drop_last
+        self._epoch = 0
+        #: Steps of the epoch that were trained on: empty parts stand for them, and whoever resumes drops these.
+        self.trained = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch of the stream."""
+        self._epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        number = len(self.dataset)  # TypeError for most streams
+        return number // self._size if self._drop_last else -(-number // self._size)
+
+    def __iter__(self) -> Iterator[StepPart]:
+        _seed_generator(self.dataset, self._epoch)
+        worker = torch.utils.data.get_worker_info()
+        # Which of several workers gave how many steps is not known before they are read.
+        trained = self.trained if worker is None or worker.num_workers == 1 else 0
+        yield from (StepPart() for _ in range(trained))
+        samples, _ = read_from(self.dataset, trained * self._size)
+        while step := list(itertools.islice(samples, self._size)):
+            if len(step) < self._size and self._drop_last:
+                return
+            part = StepPart(step[part_of(len(step), self._rank, self._ranks)])
+            part.spare = step[0]
+            yield part
+
+
+def _seed_generator(dataset: Any, epoch: int) -> None:
+    """Seed a data set's own generator as accelerate does, for one that does not listen to ``set_epoch``."""
+    generator = getattr(dataset, "generator", None)
+    if generator is not None and not hasattr(dataset, "set_epoch"):
+        generator.manual_seed(epoch)
 
 
 class EveryBatch(BatchSamplerShard):

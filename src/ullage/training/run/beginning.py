@@ -132,6 +132,7 @@ _SAME = (
     "eval_steps",
     "save_strategy",
     "save_steps",
+    "packing_global_batch_size",
     "packing_capacity",
     "packing_plan_strategy",
     "packing_oversize",

@@ -251,7 +251,7 @@ class _Rows:
         if not isinstance(batch, RaggedBatch):
             return cls(_made_up(reader), 0, _MOST, True)
         joined = targets.join_targets(batch)
-        step = trainer.args.per_device_train_batch_size * trainer.args.world_size
+        step = trainer.get_total_train_batch_size(trainer.args)
         longest = int(joined.max_seqlen) if lengths is not None else 0
         if longest:
             most = -(-min(step * longest, _MOST) // MULTIPLE) * MULTIPLE

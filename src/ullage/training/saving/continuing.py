@@ -38,13 +38,15 @@ from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.saving.checkpoints import put_back
-from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
+from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
 if TYPE_CHECKING:
     import transformers
 
+#: The word for the newest whole checkpoint, or a beginning where there is none.
+AUTO = "auto"
 _LATEST = "latest"
 #: The optimizer's state in a Trainer's checkpoint without DeepSpeed.
 _PLAIN = "optimizer.pt"
@@ -142,18 +144,18 @@ class Continuation:
         self._content: Content | None = None
 
     def whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
-        """The checkpoint to resume from, known to be whole; ``asked`` is as for ``train``. Collective.
+        """The checkpoint to resume from, known to be whole; ``asked`` is as for ``train``, or None. Collective.
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
-        args = self._trainer.args
+        args, begins = self._trainer.args, str(asked).lower() == AUTO
         # A save that was killed between its two renames may have moved the only good checkpoint aside.
         with agreement("looking for a checkpoint"):
             if is_first_of_machine():
-                put_back(Path(args.output_dir or ".") if asked is True else Path(asked).parent)
-        if asked is True:  # the last one, which transformers would look for by itself
+                put_back(Path(args.output_dir or ".") if begins or asked is True else Path(asked).parent)
+        if begins or asked is True:  # the last one, which transformers would look for by itself
             folder = Path(args.output_dir or ".")
             checkpoint, notes = newest_whole(folder, allow_changed=allow_changed, optimizer=False)
         else:
@@ -162,8 +164,10 @@ class Continuation:
                 return str(checkpoint)
             notes = require_whole(checkpoint, allow_changed=allow_changed)
         if checkpoint is None:
-            return asked
+            return None if begins else asked
         notes += state_notes(checkpoint)
+        if (noise := noise_note(checkpoint, self._trainer.model)) is not None:
+            notes.append(noise)
         if args.process_index == 0:
             for note in notes:
                 _LOG.warning(note)

@@ -7,9 +7,12 @@ is returned, in lines: the command line says them, the Trainer logs them.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from ullage.core.errors import CheckpointError, listed
-from ullage.ranks.world import gather, rank_here, several_ranks
+from torch.nn.modules.dropout import _DropoutNd
+
+from ullage.core.errors import CheckpointError
+from ullage.ranks.world import gather, rank_here
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import Finding, examine, remember
 
@@ -55,23 +58,45 @@ def newest_whole(folder: Path, *, allow_changed: bool = False, optimizer: bool =
     return None, []
 
 
+def noise_note(checkpoint: Path, model: Any) -> str | None:
+    """A note that a model with dropout draws other noise, where ``checkpoint`` is of another number of processes.
+
+    Collective.
+    """
+    written, here = gather(_num_states(checkpoint))[0], len(gather(None))
+    if written in (0, here) or not draws_noise(model):
+        return None
+    return (
+        f"{checkpoint} holds random states of {written} process{'es' if written > 1 else ''}, and this run has {here}: "
+        "dropout goes on with other noise than it would have had, so losses are not the same to rounding"
+    )
+
+
+def draws_noise(model: Any) -> bool:
+    """Whether a model has dropout, as its modules or its config say."""
+    config = getattr(model, "config", None)
+    settings = {} if config is None else config.to_dict()
+    parts = [each.p for each in model.modules() if isinstance(each, _DropoutNd)]
+    parts += [value for name, value in settings.items() if "dropout" in name and isinstance(value, float)]
+    return any(part > 0 for part in parts)
+
+
+def _num_states(checkpoint: Path) -> int:
+    """Processes whose random states a checkpoint holds."""
+    return len(list(checkpoint.glob("rng_state*.pth")))
+
+
 def state_notes(checkpoint: Path) -> list[str]:
     """Notes on what ``checkpoint`` lacks and a Trainer starts again: random states, optimizer, schedule.
 
-    Collective. A checkpoint of another layout says itself what it lacks.
+    Collective. A checkpoint of another layout says itself what it lacks; those of another number of processes are told
+    by :func:`noise_note`.
     """
-    name = f"rng_state_{rank_here()}.pth" if several_ranks() else "rng_state.pth"
-    written = len(list(checkpoint.glob("rng_state*.pth")))
-    told = gather(((checkpoint / name).is_file(), written))
-    lacking = [str(rank) for rank, (there, _) in enumerate(told) if not there]
-    count = max(files for _, files in told)
     notes = []
-    if lacking:
-        held = f"random states of {count} {'process' if count == 1 else 'processes'}" if count else "no random states"
-        who = listed(lacking, 8)
-        others = len(lacking) == len(told) != count  # of a run with more processes, or with fewer
-        none = "" if not count else f", not of {len(told)}" if others else f", none for rank {who}"
-        notes.append(f"{checkpoint} holds {held}{none}: what is drawn there, such as dropout, goes on from the seed")
+    if not max(gather(_num_states(checkpoint))):
+        notes.append(
+            f"{checkpoint} holds no random states: what is drawn there, such as dropout, goes on from the seed"
+        )
     # As rank 0 sees it.
     own = gather(missing_states(checkpoint))[0]
     sharded = any(path.is_dir() and ("optimizer" in path.name) for path in checkpoint.glob("*"))

@@ -43,6 +43,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "nothing is packed."
         },
     )
+    packing_global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences of a step over all ranks, whatever their number, packed or not: the same sequences in "
+            "the same steps. per_device_train_batch_size then bounds a rank's microbatch (under packing, nothing). "
+            "Without it a step has per_device_train_batch_size × gradient_accumulation_steps from each rank."
+        },
+    )
     packing_memory: str | None = field(
         default=None,
         metadata={
@@ -225,6 +233,38 @@ class PackingOptions:
             getattr(arguments, "packing_verify", True),
             peak_flops_of(arguments),
         )
+
+
+def global_batch_of(arguments: Any) -> int | None:
+    """Sequences of a step over all ranks, where the arguments say it; None where it follows from the ranks.
+
+    Raises ``InputError`` for a bad number, and beside arguments that say otherwise.
+    """
+    size = getattr(arguments, "packing_global_batch_size", None)
+    if size is None:
+        return None
+    size = require_int(size, "packing_global_batch_size", least=1)
+    if arguments.gradient_accumulation_steps > 1:
+        raise InputError(
+            "packing_global_batch_size says what a step has: gradient_accumulation_steps would say it again",
+            expected="gradient_accumulation_steps=1",
+            found=arguments.gradient_accumulation_steps,
+            hint="leave it out: a rank's part of the step is cut into microbatches of at most "
+            "per_device_train_batch_size sequences",
+        )
+    if arguments.average_tokens_across_devices is False:
+        raise InputError(
+            "with packing_global_batch_size the loss is that of the whole step",
+            expected="average_tokens_across_devices=True",
+            found=False,
+        )
+    if arguments.train_sampling_strategy == "batch_rebalance":
+        raise InputError(
+            "train_sampling_strategy='batch_rebalance' makes batches for one number of ranks",
+            where="TrainingArguments.packing_global_batch_size",
+            hint="take another strategy; packing (packing_capacity) balances ranks too",
+        )
+    return size
 
 
 def weight_field(arguments: Any) -> str | None:

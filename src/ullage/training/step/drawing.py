@@ -39,11 +39,13 @@ from ullage.ranks import Axis, agree
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import SampleIndices, divide_exactly
+from ullage.training.batches.shared import SharedPart
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import Packer
+from ullage.training.step.sharing import StepSharing
 from ullage.training.step.stopping import StopFlag
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class StepCounts:
 
     Attributes:
         labels: [ranks], label elements that count, on the device.
-        batches: [ranks], batches drawn, on the host.
+        batches: [ranks], batches drawn, on the host; of a step that the ranks share, samples.
         complete: whether every batch of every rank has labels.
         weight: sum of the weights of the sequences of all ranks, where sequences are weighed; else 0.
         failed: whether a rank has a problem.
@@ -123,7 +125,7 @@ class StepCounts:
 _logger = logging.getLogger(__name__)
 
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
-#: each rank, and the number of the ``epoch`` if it is not the one that transformers computes.
+#: each rank, the number of ``workers`` that read a stream, and of the ``epoch`` if transformers computes another.
 _DRAWN = "ullage_batches_drawn"
 
 
@@ -166,6 +168,7 @@ class StepSource:
         meter: counts what goes through the model.
         stop: the request to stop, which the ranks agree on before every step.
         background: the save that may be under way, whose failure ends training before the next step.
+        sharing: of steps over the ranks, where a global batch is asked for.
     """
 
     def __init__(
@@ -176,9 +179,10 @@ class StepSource:
         meter: TokenMeter,
         stop: StopFlag,
         background: BackgroundSave,
+        sharing: StepSharing,
     ) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self._meter, self._stop, self._background = meter, stop, background
+        self._meter, self._stop, self._background, self._sharing = meter, stop, background, sharing
         self._epoch: Epoch | None = None
         self._indices: SampleIndices | None = None
         self._is_empty = False
@@ -188,14 +192,20 @@ class StepSource:
         """Forget what an earlier run has warned of."""
         self._has_warned_of_unused = False
 
-    def read_from(self, loader: Any, dataset: Any) -> Any:
-        """The training dataloader over ``dataset``, whose indices are recorded from now on."""
-        divide_exactly(
-            loader,
-            dataset,
-            packed=self._packer.options is not None,
-            sharded=sharding_of(self._trainer.model) is not None,
-        )
+    def read_from(self, loader: Any, dataset: Any, most: int) -> Any:
+        """The training dataloader over ``dataset``, whose indices are recorded from now on.
+
+        ``most``: samples of a microbatch at most, where the ranks share a global batch without packing.
+        """
+        if self._sharing.size is not None:
+            self._sharing.share(loader, most)
+        else:
+            divide_exactly(
+                loader,
+                dataset,
+                packed=self._packer.options is not None,
+                sharded=sharding_of(self._trainer.model) is not None,
+            )
         self._indices = SampleIndices(loader)
         return loader
 
@@ -229,6 +239,7 @@ class StepSource:
             return progress
         self._require_same_steps(progress["num_update_steps_per_epoch"])
         kept = self._kept.get(_DRAWN)
+        self._require_same_readers(kept)
         number = progress.get("epoch", 0)
         if not isinstance(kept, dict) or number > kept.get("epoch", -1):
             return progress
@@ -247,14 +258,45 @@ class StepSource:
             return
         before = state.global_step / state.epoch
         if abs(before - steps_per_epoch) >= 0.5:
-            each = self._trainer.args.per_device_train_batch_size
             raise CheckpointError(
                 "the run would go on with steps of another size",
                 where=f"step {state.global_step}",
                 expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
-                found=f"{each * ranks} sequences: {ranks} ranks of dp with {each} each",
-                hint="choose per_device_train_batch_size and dp whose product is that of the run",
+                found=f"{self._trainer.get_total_train_batch_size(self._trainer.args)} sequences on {ranks} ranks of dp",
+                hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
             )
+
+    def _require_same_readers(self, kept: Any) -> None:
+        """Raise ``CheckpointError`` where a stream goes on with readers that order its samples in another way."""
+        if not self._is_stream or not isinstance(kept, dict):
+            return
+        number = data_ranks(self._trainer.model, self._trainer.args)[1]
+        where = f"step {self._trainer.state.global_step}"
+        if len(kept["given"]) != number and not self._sharing.is_on:
+            raise CheckpointError(
+                "a stream that was divided among the ranks goes on on as many ranks",
+                where=where,
+                expected=f"{len(kept['given'])} ranks",
+                found=number,
+                hint="begin runs over streams with packing_global_batch_size=..., sequences a step: the index of a "
+                "sample then says in which step it is, on any ranks; ignore_data_skip=True begins the data anew",
+            )
+        if kept.get("workers", self._workers) != self._workers:
+            raise CheckpointError(
+                "dataloader workers, of which each reads a part of the stream, are not as many as before",
+                where=where,
+                expected=f"dataloader_num_workers={kept['workers']}",
+                found=self._trainer.args.dataloader_num_workers,
+            )
+
+    @property
+    def _workers(self) -> int:
+        """Processes of this rank that read."""
+        return max(self._trainer.args.dataloader_num_workers, 1)
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
 
     def _begin(
         self,
@@ -268,11 +310,15 @@ class StepSource:
         rank, number = data_ranks(self._trainer.model, self._trainer.args)
         begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
         drawn = self._kept.pop(_DRAWN, None)
+        if self._sharing.is_on:  # every rank draws one part a step, whatever it drew before
+            drawn = None
+        self._sharing.resume(0)
         if not self._resumes(others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
             return begun
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
         # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = steps_trained_in_current_epoch
+        self._sharing.resume(begun.recorded)
         begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
         begun.given[:] = begun.steps
         # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
@@ -288,9 +334,11 @@ class StepSource:
         state = self._trainer.state
         epoch.steps += 1
         elsewhere = epoch.steps_before + epoch.steps != state.global_step + 1
-        # What is resumed skips one batch a step; this says which ranks are further, or have ended.
-        if elsewhere or len(set(epoch.given.tolist())) > 1:
+        # What is resumed skips one batch a step; this says which ranks are further, or have ended, and how many read
+        # a stream.
+        if elsewhere or len(set(epoch.given.tolist())) > 1 or self._is_stream:
             kept: dict[str, Any] = {"steps": epoch.steps, "given": epoch.given.tolist()}
+            kept |= {"workers": self._workers} if self._is_stream else {}
             self._kept[_DRAWN] = kept | ({"epoch": epoch.number} if elsewhere else {})
 
     # Drawing.
@@ -306,6 +354,8 @@ class StepSource:
         self._is_empty = False
         if epoch.ended:
             return [], None
+        if self._sharing.is_on:
+            return self._shared_step(epoch, epoch_iterator, device)
         if self._packer.packs_drawn:
             return self._packed_step(epoch, epoch_iterator, device)
         # Every branch below is taken from gathered numbers, so all ranks enter the same collectives.
@@ -336,15 +386,34 @@ class StepSource:
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
                 batches.append(self._as_packed(drawn))
-                # The indices of skipped batches come first; the last ones popped are those of this batch.
-                indices = None
-                for _ in range(epoch.recorded + 1):
-                    indices = None if self._indices is None else self._indices.next_batch()
-                epoch.recorded = 0
-                self._check(batches[-1], indices)
+                self._check(batches[-1], self._next_indices(epoch))
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             return batches, error
         return batches, None
+
+    def _next_indices(self, epoch: Epoch) -> list[int] | None:
+        """The indices of the samples of the batch drawn now; None where they are not known."""
+        # The indices of skipped batches come first; the last ones popped are those of this batch.
+        indices = None
+        for _ in range(epoch.recorded + 1):
+            indices = None if self._indices is None else self._indices.next_batch()
+        epoch.recorded = 0
+        return indices
+
+    def _draw_part(self, epoch: Epoch, iterator: Iterator[Any]) -> tuple[SharedPart, Exception | None]:
+        """This rank's part of the next step, empty behind the last, and what is wrong with it."""
+        part = SharedPart([], [])
+        try:
+            for part in itertools.islice(iterator, 1):
+                part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
+                indices, first = self._next_indices(epoch), 0
+                for batch, size in zip(part.batches, part.sizes, strict=True):
+                    self._check(batch, None if indices is None else indices[first : first + size])
+                    first += size
+                part = self._sharing.complete(part)
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            return part, error
+        return part, None
 
     def _as_packed(self, drawn: Any) -> Any:
         """A drawn batch in the form that packing takes; as it is without packing, or if its rollouts are packed."""
@@ -412,6 +481,31 @@ class StepSource:
             epoch.ended = True
             return [], None
         self._keep_place(epoch)
+        return self._pack(drawn, meetings, device)
+
+    def _shared_step(
+        self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """This rank's part of a step that the ranks share; one packed batch under packing."""
+        part, problem = self._draw_part(epoch, iterator)
+        met = self._count_together(list(part.batches), device, problem, sum(part.sizes))
+        epoch.ended = not met.batches.any()
+        if epoch.ended:
+            return [], None
+        self._sharing.require_same_stream(met.batches.tolist())
+        epoch.given += 1
+        self._keep_place(epoch)
+        if self._packer.packs_drawn:
+            return self._pack(list(part.batches), [met], device)
+        for batch in part.batches:
+            self._count_batch(batch)
+        part = replace(part, number=self._sharing.number(met.batches), num_samples=int(met.batches.sum()))
+        return [part], self._num_items(met.labels, met.complete)
+
+    def _pack(
+        self, drawn: list[RaggedBatch], meetings: Sequence[StepCounts], device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """The packed batch of what was drawn in several rounds, and the labels that count."""
         packed = self._packer.pack(drawn)
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
@@ -442,8 +536,17 @@ class StepSource:
         met = self._count_together(batch_samples, device, problem)
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
-    def _count_together(self, batches: list[Any], device: torch.device, problem: Exception | None = None) -> StepCounts:
-        """One reduction of six integers; waits for the device. Raises on every rank if one has a problem."""
+    def _count_together(
+        self,
+        batches: list[Any],
+        device: torch.device,
+        problem: Exception | None = None,
+        number: int | None = None,
+    ) -> StepCounts:
+        """One reduction of six integers; waits for the device. Raises on every rank if one has a problem.
+
+        ``number``: what is told in the place of the number of batches.
+        """
         counts: list[int] = []
         weight, weigher = 0.0, self._packer.weigher
         if problem is None:
@@ -459,7 +562,8 @@ class StepSource:
         # Everything the ranks must know before a step travels in this one gather.
         complete = len(counts) == len(batches)
         told = problem or self._background.failure
-        mine = StepCounts.row(sum(counts), complete, told, len(batches), int(self._stop.requested), weight)
+        number = len(batches) if number is None else number
+        mine = StepCounts.row(sum(counts), complete, told, number, int(self._stop.requested), weight)
         sharding = sharding_of(self._trainer.model)
         met = StepCounts.of(self._gather(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
 from ullage.core.batch import RaggedBatch
@@ -44,6 +42,7 @@ from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
 from ullage.training.step.packable import require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
+from ullage.training.step.reduction import GradientReduction
 from ullage.training.step.verifying import PackingProof
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class StepPlanner:
 class Packer:
     """Packing of a trainer's steps. Off unless the arguments say ``packing_capacity=...``: ``options`` is then None.
 
-    ``metrics``: of the calls of the loss.
+    ``metrics``: of the calls of the loss. ``reduction``: of the gradients of a step.
 
     Args:
         trainer: whose arguments, model and accelerator count.
@@ -160,9 +159,10 @@ class Packer:
         self.found_capacity: int | None = None
         self._divided: Division | None = None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
-        self._share_of_step = 1.0
+        self.share_of_step = 1.0
         self.weigher = SequenceWeigher(trainer, reader)
         self.proof = PackingProof(trainer, reader, self)
+        self.reduction = GradientReduction(trainer)
 
     @functools.cached_property
     def options(self) -> PackingOptions | None:
@@ -272,14 +272,10 @@ class Packer:
         return num_parameters(self._reader.model)
 
     @property
-    def _zero_stage(self) -> int:
-        return int(getattr(self._trainer.accelerator.state.deepspeed_plugin, "zero_stage", 0))
-
-    @property
     def meets_every_microbatch(self) -> bool:
         """Whether sharded parameters are gathered in every forward, so that ranks wait for each other in each."""
         is_sharded = self._sharding is not None and self._trainer.args.world_size > 1
-        return self._zero_stage == 3 or self._trainer.is_fsdp_enabled or is_sharded
+        return self.reduction.zero_stage == 3 or self._trainer.is_fsdp_enabled or is_sharded
 
     @property
     def _sharding(self) -> Sharding | None:
@@ -333,33 +329,29 @@ class Packer:
         self.proof.before_step(model, inputs)
         division = self._division(inputs, count)
         parts = self._shares(inputs, division, count)
-        accelerator, last = self._trainer.accelerator, len(inputs.microbatches) - 1
-        losses = []
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
-        # What Trainer sets once per batch is set here once per microbatch. With sync_gradients, accelerate's backward
-        # ends with DeepSpeed's engine.step(), which raises while reductions are coalesced: then the flag stays off, and
-        # _coalesced_reduction steps. DDP reduces at the last microbatch, the only one outside no_sync.
         calls: list[Taken] = []
-        with self._loss_scale(division), around, self._coalesced_reduction() as coalesced:
-            for k, (microbatch, share) in enumerate(zip(inputs.microbatches, parts, strict=True)):
-                accelerator.gradient_state._set_sync_gradients(k == last and not coalesced)
-                # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
-                # its share is left. A share of zero is a division by infinity, hence zero.
-                self._share_of_step = share
-                number: Any = 1 / (share * self.averaged_over) if share else math.inf
-                self._trainer.current_gradient_accumulation_steps = number
-                runs = self._runnable(inputs, microbatch, division)
-                batch = self._inputs_of(runs)
-                self.weigher.begin(batch, inputs.weight)
-                # A stand-in counts in no metric, whatever it has in it.
-                weigh = (self.padded_loss or self._reader).weights
-                weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
-                with self._no_sync(model, k < last), self.metrics.collect(calls, "train", weights):
-                    losses.append(run(model, batch, count if division == "sum" else None))
+
+        def run_microbatch(k: int) -> Tensor:
+            microbatch, share = inputs.microbatches[k], parts[k]
+            # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
+            # its share is left. A share of zero is a division by infinity, hence zero.
+            self.share_of_step = share
+            number: Any = 1 / (share * self.averaged_over) if share else math.inf
+            self._trainer.current_gradient_accumulation_steps = number
+            runs = self._runnable(inputs, microbatch, division)
+            batch = self._inputs_of(runs)
+            self.weigher.begin(batch, inputs.weight)
+            # A stand-in counts in no metric, whatever it has in it.
+            weigh = (self.padded_loss or self._reader).weights
+            weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
+            with self.metrics.collect(calls, "train", weights):
+                return run(model, batch, count if division == "sum" else None)
+
+        with self._loss_scale(division), around:
+            loss = self.reduction.run(model, len(inputs.microbatches), run_microbatch)
             self.metrics.merge(calls, "train", inputs.num_tokens)
-        # accelerate's wrappers of optimizer and scheduler look at the flag next; coalescing has left it False.
-        accelerator.gradient_state._set_sync_gradients(True)
-        return torch.stack(losses).sum()
+        return loss
 
     def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
         """The division of a microbatch's loss; warns once where nobody declared it. The same on every rank."""
@@ -403,7 +395,7 @@ class Packer:
             with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
                 yield
         finally:
-            self._trainer.current_gradient_accumulation_steps, self._share_of_step = 1, 1.0
+            self._trainer.current_gradient_accumulation_steps, self.share_of_step = 1, 1.0
             self.weigher.end()
 
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
@@ -419,45 +411,14 @@ class Packer:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
         if division == "sum":
             return microbatch if len(microbatch) else targets.placeholder(microbatch)
-        if self._share_of_step > 0:
+        if self.share_of_step > 0:
             return microbatch
         counts = len if division == "sequence_mean" else self._reader.num_labels
         return stand_in(batch.microbatches, microbatch, counts=counts)
 
-    def _no_sync(self, model: nn.Module, more_to_come: bool) -> Any:
-        """No reduction of gradients before the last microbatch, where DDP would make one, and FSDP2 if asked."""
-        coalesces = self.options is not None and self.options.coalesce_gradients
-        if more_to_come and coalesces and self._sharding is not None:
-            return self._sharding.deferred(model)
-        is_sharded = coalesces and isinstance(model, FSDPModule)
-        if more_to_come and (is_sharded or isinstance(model, nn.parallel.DistributedDataParallel)):
-            return self._trainer.accelerator.no_sync(model)
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _coalesced_reduction(self) -> Iterator[bool]:
-        """Make ZeRO reduce and step once for all microbatches, after the block, where its engine can; gives whether.
-
-        Source: DeepSpeed's ``engine.coalesce_grad_reduction`` (stages 1 to 3, since 0.19).
-        """
-        engine: Any = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
-        asked = self.options is not None and self.options.coalesce_gradients and self._zero_stage in (1, 2, 3)
-        # BF16_Optimizer and FP16_Optimizer lack the optimizer's attribute; the engine raises NotImplementedError for
-        # them, as it does at stage 0.
-        can = hasattr(engine, "coalesce_grad_reduction")
-        if not asked or not can or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
-            yield False
-            return
-        # Leaving the block reduces, and sets the boundary back to what it was before. The step that accelerate would
-        # have made after the last backward is made here. The engine updates weights only at a boundary, hence the flag.
-        with engine.coalesce_grad_reduction():
-            yield True
-        engine.set_gradient_accumulation_boundary(is_boundary=True)
-        engine.step()
-
     @property
     def adds_auxiliary(self) -> bool:
-        """Whether a packed microbatch's loss is the model's own and adds a mean over tokens to that over labels.
+        """Whether a part of a step has the model's own loss, which adds a mean over tokens to that over labels.
 
         Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
         mixin with a loss of its own weighs it by itself.
@@ -465,7 +426,8 @@ class Packer:
         trainer = self._trainer
         own = trainer.label_smoother is None and trainer.compute_loss_func is None
         own = own and not self._reader.overridden("compute_loss")
-        return self.options is not None and own and self._auxiliary_factor is not None
+        divided = self.options is not None or self.share_of_step < 1
+        return divided and own and self._auxiliary_factor is not None
 
     @property
     def _auxiliary_factor(self) -> float | None:
@@ -483,7 +445,7 @@ class Packer:
             return loss
         # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
         # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
-        return loss + (self._share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
+        return loss + (self.share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
 
     # Evaluation.
 
