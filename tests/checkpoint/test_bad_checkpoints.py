@@ -13,6 +13,7 @@ from tests.support import real_zero
 from tests.support.checkpoints import contents, convert, edit, flip, model_states, refused, shard
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.regression
@@ -102,6 +103,14 @@ def test_a_missing_shard_and_all_that_is_wrong_besides(run, tmp_path):
     edit(shard(run, 2), lambda c: c["optimizer_state_dict"].update(partition_count=[4]))
     whats = {p.what for p in checkpoint.read(run).problems()}
     assert {"a shard is missing", "shards disagree on the world size"} <= whats
+
+
+@pytest.mark.parametrize("at", [3, 6, 8, 26], ids=["signature", "flags", "method", "length of the name"])
+def test_a_header_of_a_record_that_differs_from_the_directory_is_refused(at, tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "file.pt")
+    flip(tmp_path / "file.pt", at)
+    with pytest.raises(CheckpointError, match="a record of the file is damaged or compressed"):
+        read_torch_file(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize(
