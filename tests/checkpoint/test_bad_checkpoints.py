@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
+from tests.support import real_zero
 from tests.support.checkpoints import contents, convert, edit, flip, model_states, refused, shard
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.core.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.regression
@@ -104,6 +106,30 @@ def test_a_missing_shard_and_all_that_is_wrong_besides(run, tmp_path):
     edit(shard(run, 2), lambda c: c["optimizer_state_dict"].update(partition_count=[4]))
     whats = {p.what for p in checkpoint.read(run).problems()}
     assert {"a shard is missing", "shards disagree on the world size"} <= whats
+
+
+@pytest.mark.parametrize("at", [3, 6, 8, 26], ids=["signature", "flags", "method", "length of the name"])
+def test_a_header_of_a_record_that_differs_from_the_directory_is_refused(at, tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "file.pt")
+    flip(tmp_path / "file.pt", at)
+    with pytest.raises(CheckpointError, match="a record of the file is damaged or compressed"):
+        read_torch_file(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.update(frozen=held["frozen"].half()), r"of several dtypes .*frozen.*found float16, float32"),
+        (lambda held: held.update(frozen=held["frozen"][:2].clone()), r"missing or too short .*rank_1_.*rank 1"),
+    ],
+    ids=["another dtype", "too short"],
+)
+def test_fragments_of_a_frozen_parameter_agree(change, said, tmp_path):
+    recipe = Recipe(stage=3, dp=2, groups=[{"w": (5, 2)}], frozen={"frozen": (4, 3)})
+    folder = real_zero.write(tmp_path / "run", recipe).folder / recipe.tag
+    path = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    edit(path, lambda content: change(content["frozen_param_fragments"]))
+    refused(folder, tmp_path / "out", said)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):

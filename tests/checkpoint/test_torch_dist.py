@@ -142,6 +142,8 @@ def test_what_cannot_be_megatrons_is_refused(tmp_path):
     assert "names that Megatron-Core has no place for" in found
     assert "experts" in found
     last = "model.layers.1.self_attn.v_proj.weight"
+    narrow = {**weights, last: weights[last][:, 1:].contiguous()}
+    assert "shapes that do not fit together" in told(config, narrow)
     missing = {name: value for name, value in weights.items() if name != last}
     assert "a tensor is missing" in told(config, missing)
     assert last in told(config, missing)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import ullage.training.trl
 from tests.support.launch import ROOT
 from ullage.cli.train.settings import ModelArguments
 from ullage.models import RecurrentConfig
@@ -37,3 +38,13 @@ def test_an_adapter_is_named_where_frameworks_are_listed(engine):
     (call,) = (line for line in (DOCS / "frameworks.md").read_text().splitlines() if line.startswith("slime.install()"))
     assert engine in call.replace(",", " ").replace(".", " ").split()
     assert f"::: ullage.engines.{engine}\n" in (DOCS / "reference" / "engines.md").read_text()
+
+
+@pytest.mark.parametrize("trainer", [name for name in ullage.training.trl.__all__ if name.endswith("Trainer")])
+def test_a_trainer_of_trls_is_named_where_they_are_listed(trainer):
+    assert trainer in (DOCS / "coming_from" / "trl.md").read_text()
+    contract = (DOCS / "reference" / "contract.md").read_text()
+    assert all(f"`ullage.training.trl.{name}`" in contract for name in (trainer, trainer.replace("Trainer", "Config")))
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "training.md"):
+        (row,) = (line for line in page.read_text().splitlines() if line.startswith("| [TRL]"))
+        assert trainer.removesuffix("Trainer").lower() in row.lower(), page

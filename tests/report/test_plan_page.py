@@ -51,6 +51,14 @@ def test_what_is_hatched_is_what_is_lost():
     assert times.end / times.ideal == pytest.approx(stats.critical_path)
 
 
+def test_padding_is_hatched_behind_each_sequence():
+    lengths = [5, 9, 3, 12]
+    plan = ullage.plan(lengths, ranks=1, capacity=64, pad_to_multiple_of=16)
+    _, memory = bars_of(plan_page(plan))
+    hatched = [round(0.64 * width) for style, _, width, _ in memory if style == "padding"]
+    assert hatched == [16 - lengths[i] for i in plan.members(0, 0)]
+
+
 def test_work_of_a_rank_is_as_wide_as_its_cost():
     plan = planned("pareto", 64, 4, sync="step")
     bars = bars_of(plan_page(plan))

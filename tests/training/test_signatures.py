@@ -10,6 +10,7 @@ import sys
 import pytest
 import transformers
 
+import ullage.training.trl
 from tests.support.launch import ROOT
 from ullage.training import RaggedTrainerMixin, Seq2SeqTrainer, Trainer
 
@@ -80,11 +81,9 @@ def test_train_has_the_parameters_of_the_one_beneath_and_ours_by_keyword():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer"])
+@pytest.mark.parametrize("name", [name for name in ullage.training.trl.__all__ if name.endswith("Trainer")])
 def test_trainers_of_trl_have_their_own_parameters(name):
     trl = pytest.importorskip("trl")
-    import ullage.training.trl
-
     ours, theirs = (inspect.signature(getattr(module, name)) for module in (ullage.training.trl, trl))
     assert "train_dataset" in ours.parameters
     assert ours == theirs

@@ -9,6 +9,7 @@ import torch
 
 from tests.support import trl_cases
 from tests.support.small_runs import on_ranks
+from ullage.training import trl
 from ullage.training.step import call_metrics as trl_metrics
 from ullage.training.step.call_metrics import CallMetrics, Difference
 
@@ -106,8 +107,8 @@ def test_every_table_names_a_trainer_of_trls_and_rules_that_are_known():
         for name, rule in rules.items():
             if isinstance(rule, Difference):
                 assert {rule.minuend, rule.subtrahend} <= rules.keys(), name
-    named = {f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO")}
-    assert set(trl_metrics.RULES) == named
+    trainers = [name.removesuffix("Trainer") for name in trl.__all__ if name.endswith("Trainer")]
+    assert set(trl_metrics.RULES) == {f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in trainers}
 
 
 def same(found, expected, names=NAMES):
