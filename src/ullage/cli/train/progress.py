@@ -204,7 +204,7 @@ def device_line(command: TrainCommand) -> str:
     """The device that the run trains on, the precision of its steps, and its processes."""
     args, number = command.training, command.training.world_size
     name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else ""
-    device = f"{args.device} ({name})" if name else str(args.device)
+    device = f"{args.device} ({name})" if name else args.device.type if args.device.type == "cpu" else str(args.device)
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     if precision == "float32" and name and torch.backends.cuda.matmul.allow_tf32:
         precision = "float32, products in tf32"
