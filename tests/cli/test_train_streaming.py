@@ -26,7 +26,7 @@ def streamed(*arguments: object):
 
     command = parse([*map(str, arguments), "--streaming", "--max_steps", "5"])
     samples = reading.read_samples(command, Voice(False, False))
-    return reading.stream_of(samples, byte_tokenizer(), 259), samples[1].rows
+    return reading.streamed_samples(samples, byte_tokenizer(), 259), samples[1].rows
 
 
 def test_a_stream_trains_packed_and_continues_exactly(tmp_path, capsys):

@@ -267,7 +267,7 @@ def _opened(command: TrainCommand, sources: list[str]) -> Any:
         )
 
 
-def stream_of(samples: Sequence[TakenSamples], tokenizer: Any, vocab_size: int) -> Any:
+def streamed_samples(samples: Sequence[TakenSamples], tokenizer: Any, vocab_size: int) -> Any:
     """What is trained on of a stream, shuffled: its rows tokenized as they are read, without those held out of it."""
     import datasets
 

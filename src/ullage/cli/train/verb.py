@@ -62,7 +62,7 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of, read_samples, sample_of, stream_of
+    from ullage.cli.train.data import datasets_of, read_samples, sample_of, streamed_samples
     from ullage.cli.train.folder import (
         Situation,
         begin,
@@ -111,7 +111,7 @@ def _run(argv: list[str], first: bool) -> None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         say(f"{type(model).__name__}: {num_parameters(model):,} parameters, {dtype}")
     say(step_line(command, training))
-    source = training if samples[0].stream is None else stream_of(samples, tokenizer, vocab_size)
+    source = training if samples[0].stream is None else streamed_samples(samples, tokenizer, vocab_size)
     make_trainer = partial(_trainer, command, model, tokenizer, source, held_out)
     if command.run.dry_run:
         told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
