@@ -123,7 +123,11 @@ def test_the_cells_of_a_recurrent_model_are_adapted_without_being_named(tmp_path
 REFUSED = [
     (["--use_peft", "--model", "llama-16x1"], InputError, "an adapter belongs to a model that is there .*found a new"),
     (["--lora_r", 8], UsageError, r"this is about an adapter \(--lora_r\). Add --use_peft"),
-    (["--use_peft", "--load_in_4bit"], UsageError, "--load_in_4bit needs bitsandbytes, which is not installed. Pip"),
+    (
+        ["--use_peft", "--load_in_4bit"],
+        UsageError,
+        "--load_in_4bit needs bitsandbytes, which is not installed. Install it, pip inst",
+    ),
     (["--load_in_8bit"], UsageError, r"this is about an adapter \(--load_in_8bit\)"),
     (["--use_peft", "--load_in_4bit", "--load_in_8bit"], UsageError, "two widths"),
     (["--use_peft", "--lora_r", 0], UsageError, "out of range"),

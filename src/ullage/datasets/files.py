@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,15 @@ def _is_json(data: bytes) -> bool:
 def _read_file(path: Path, column: str | None, tokenizer: str | None) -> Measured:
     ending, where = path.suffix.lower(), str(path)
     if ending not in ENDINGS:
-        raise InputError("a file's ending is unknown", where=where, expected=", ".join(ENDINGS), found=ending or "none")
+        here = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
+        near = get_close_matches(path.name, here, n=1)
+        raise InputError(
+            "a file's ending is unknown",
+            where=where,
+            expected=", ".join(ENDINGS),
+            found=ending or "none",
+            hint=f"did you mean {path.with_name(near[0])}?" if near else None,
+        )
     if ending == ".npy":
         return Measured(_nonempty(_from_npy(path), where))
     if column is None and ending not in (".parquet", ".arrow"):

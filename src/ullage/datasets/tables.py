@@ -33,6 +33,17 @@ _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0, got 0")
 #: Kinds of columns that hold texts beside other values, or not one value.
 _MIXED = ("values of several kinds", "null")
 _SPLIT = re.compile(r"\s*([\w.-]+)\s*(\[[^\]]*\])?\s*")
+#: The reader of ``datasets`` for files with an ending, and its options.
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    # texts such as "NA" and "null" are texts
+    ".csv": ("csv", {"keep_default_na": False}),
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),
+    ".txt": ("text", {}),
+}
 _PROMISED = {
     ".parquet": "Parquet",
     ".arrow": "Arrow",
@@ -69,9 +80,36 @@ def read_table(
     return table
 
 
+def stream_rows(sources: Sequence[str | os.PathLike[str]], config: str | None = None, split: str | None = None) -> Any:
+    """The rows of files, folders and patterns as a ``datasets.IterableDataset``, which reads them as it is read.
+
+    ``config`` and ``split`` choose among the files of a folder. Raises ``InputError`` for what cannot be read, as far
+    as nothing needs to be read for it: an error of a row comes with the row.
+    """
+    with needed_by("reading data files"):
+        import datasets
+
+    files = [file for source in sources for file in files_of(source, config, split or TRAIN)]
+    endings = {file.suffix.lower() for file in files}
+    for file in files:
+        if not file.is_file() or file.suffix.lower() not in ENDINGS:
+            read_file(file)  # which says what is wrong
+        _require_content(file, file.suffix.lower())
+    if len(endings) > 1:
+        raise InputError("a stream is of files with one ending", where=str(sources[0]), found=listed(sorted(endings)))
+    reader, options = _READERS[endings.pop()]
+    names = [glob.escape(str(file.resolve())) for file in files]
+    with quiet():
+        return datasets.load_dataset(reader, data_files=names, split=TRAIN, streaming=True, **options)
+
+
+class EmptyDataError(InputError):
+    """Data of which nothing is left to train on."""
+
+
 def no_rows(where: str | os.PathLike[str]) -> InputError:
     """The error for data without a row."""
-    return InputError("the dataset is empty", where=str(where), expected="at least one sample", found="none")
+    return EmptyDataError("the dataset is empty", where=str(where), expected="at least one sample", found="none")
 
 
 def files_of(source: str | os.PathLike[str], config: str | None = None, split: str = TRAIN) -> list[Path]:
@@ -274,15 +312,8 @@ def _read_by_datasets(path: Path, ending: str, cache: str | None, bars: bool, bl
     """The file as a ``datasets.Dataset``: in ``cache``, or in memory, whose cache is a temporary folder."""
     import datasets
 
-    reader, options = {
-        ".jsonl": (datasets.Dataset.from_json, {}),
-        ".json": (datasets.Dataset.from_json, {}),
-        # texts such as "NA" and "null" are texts
-        ".csv": (datasets.Dataset.from_csv, {"keep_default_na": False}),
-        ".tsv": (datasets.Dataset.from_csv, {"keep_default_na": False, "sep": "\t"}),
-        ".parquet": (datasets.Dataset.from_parquet, {}),
-        ".txt": (datasets.Dataset.from_text, {}),
-    }[ending]
+    name, options = _READERS[ending]
+    reader = getattr(datasets.Dataset, f"from_{name}")
     try:
         with quiet(bars), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
             names = glob.escape(str(path.resolve()))

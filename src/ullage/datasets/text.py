@@ -29,7 +29,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.extras import needed_by
 from ullage.core.layout import Layout
-from ullage.datasets.tables import column_kind, no_rows, read_table, text_column
+from ullage.datasets.tables import EmptyDataError, column_kind, no_rows, read_table, text_column
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
@@ -360,7 +360,7 @@ def token_dataset(
         lengths.append(len(ids))
         places.append(number)
     if not parts:
-        raise InputError(
+        raise EmptyDataError(
             "no sequence has a token to train on" if count else "the dataset is empty",
             expected="a label that counts" if count else "at least one sample",
             found=f"none in {count:,}" if count else "none",

@@ -78,6 +78,17 @@ class PackedModel:
         return f"PackedModel({type(self.model).__name__}, {self.way})"
 
 
+def require_module(model: Any, who: str) -> None:
+    """Raise ``InputError`` for what is no module, such as the name of a model; ``who`` takes one."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{who} takes a model",
+            expected="an nn.Module",
+            found=f"{type(model).__name__} {str(model)[:40]!r}",
+            hint="load it first: AutoModelForCausalLM.from_pretrained(name), or from_config(config)",
+        )
+
+
 def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None = None) -> PackedModel:
     """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
 
@@ -108,13 +119,7 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     ...     str(packed.way)
     'native'
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            "pack_model takes a model",
-            expected="an nn.Module",
-            found=f"{type(model).__name__} {str(model)[:40]!r}",
-            hint="load it first: AutoModelForCausalLM.from_pretrained(name), or from_config(config)",
-        )
+    require_module(model, "pack_model")
     model = bare(model)
     refuse_learned_prompt(model)
     if is_put_in(model):

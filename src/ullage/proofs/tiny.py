@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +230,15 @@ def kind_of(model: str | PreTrainedConfig) -> str:
     model_type = model if isinstance(model, str) else model.model_type
     kinds = [kind for kind in KINDS if model_type in _NAMES[kind]]
     if not kinds:
-        raise InputError("no such text model type in the installed transformers", found=repr(model_type))
+        raise _no_such_type(model_type)
     named = [] if isinstance(model, str) else model.architectures or []
     return next((kind for kind in kinds if {*named} & {*_classes(kind, model_type)}), kinds[0])
+
+
+def _no_such_type(model_type: str) -> InputError:
+    near = get_close_matches(model_type, {name for names in _NAMES.values() for name in names})
+    hint = f"did you mean {' or '.join(near)}?" if near else None
+    return InputError("no such text model type in the installed transformers", found=repr(model_type), hint=hint)
 
 
 def _classes(kind: str, model_type: str) -> tuple[str, ...]:
@@ -248,7 +255,7 @@ def tiny_config(model: str | PreTrainedConfig) -> PreTrainedConfig:
     """
     model_type = model if isinstance(model, str) else model.model_type
     if not any(model_type in names for names in _NAMES.values()):
-        raise InputError("no such text model type in the installed transformers", found=repr(model_type))
+        raise _no_such_type(model_type)
     try:
         return _shrunk(AutoConfig.for_model(model) if isinstance(model, str) else model)
     except _REFUSALS as error:

@@ -38,6 +38,7 @@ from transformers.utils.generic import find_labels
 
 from ullage.core.errors import InputError, TrainingError
 from ullage.core.replacing import replaced
+from ullage.mixers.packed_model import require_module
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
@@ -150,7 +151,11 @@ class RaggedTrainerMixin(_Base):
             fsdp.require_possible(arguments)
             global_batch_of(arguments)
             options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data
-            require_trainable(given_argument("model", type(self), RaggedTrainerMixin, args, kwargs), arguments, options)
+            model = given_argument("model", type(self), RaggedTrainerMixin, args, kwargs)
+            # Trainers of TRL load a model by its name.
+            if isinstance(model, str) and not any(base.__module__.startswith("trl.") for base in type(self).__mro__):
+                require_module(model, type(self).__name__)
+            require_trainable(model, arguments, options)
         end_groups_at_exit()
 
     def _after_constructor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

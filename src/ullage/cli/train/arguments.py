@@ -105,6 +105,9 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         name = unknown[0].partition("=")[0]
         hint = parser.near(name) if name.startswith("-") else f"a value follows the name of its argument: --data {name}"
         raise UsageError(f"unknown argument {name}", hint=hint)
+    if "sample_prompts" in given and any(given.get(name) is not None for name in ("dp", "cp", "tp", "dp_replicate")):
+        where, hint = "--sample_prompts with --dp, --cp or --tp", "leave it out, and let the saved model write"
+        raise UsageError("a model that is spread over these axes writes no text", where=where, hint=hint)
     metric = parts[-1].metric_for_best_model
     if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
         where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"

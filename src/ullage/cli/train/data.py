@@ -2,10 +2,13 @@
 
 Data are files, folders and patterns, or the name of a data set on the hub; what lies here is never taken for a name.
 Rows are chats (``messages``, or ``prompt`` and ``completion``) before they are texts, unless a column is asked for.
+Of a stream the first rows are read as those of a file are, which says what its rows are; the others are tokenized as
+they are trained on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import textwrap
@@ -17,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ullage.cli.train.model import find_or_fetch, name_with_revision, refuse_near
+from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
-from ullage.core.errors import InputError
+from ullage.core.errors import InputError, UsageError
 from ullage.datasets.chats import (
     CHAT_COLUMNS,
     COMPLETION,
@@ -34,7 +38,7 @@ from ullage.datasets.chats import (
     use_end_token,
     use_template,
 )
-from ullage.datasets.tables import ENDINGS, line_of, read_table
+from ullage.datasets.tables import ENDINGS, EmptyDataError, line_of, quiet, read_table, stream_rows, text_column
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 
 DOCSTRINGS = "the docstrings of the standard library"
@@ -44,6 +48,8 @@ _DOCSTRINGS = "Return the "
 _WORDS, _LETTERS = 3, 40
 #: Letters of a message that an answer is asked for, at most.
 _ASKED = 200
+#: Rows of a stream that are read ahead, and those among which it is shuffled.
+_AHEAD, _SHUFFLED = 1000, 1000
 #: Tokens of a sample that are looked at.
 _LOOKED_AT = 64
 #: How like an ending has to be to one of those for it to be a slip of the fingers.
@@ -63,6 +69,7 @@ class TakenSamples:
         numbers: of the rows in the source; ``None`` for all of them.
         num_empty: rows that were left out because they hold no text.
         invalid: what is said of rows that were left out because they cannot be used.
+        stream: the ``datasets.IterableDataset`` whose first rows these are; ``None`` where these are all.
     """
 
     rows: Sequence[Any]
@@ -71,6 +78,7 @@ class TakenSamples:
     numbers: Sequence[int] | None = None
     num_empty: int = 0
     invalid: str | None = None
+    stream: Any = None
 
     @property
     def talks(self) -> bool:
@@ -84,7 +92,7 @@ def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, Taken
     Raises ``InputError`` for data that cannot be read, and where the best model is to be chosen by nothing.
     """
     data = command.data
-    training = _samples(command, "data", data.data_split, say)
+    training = _read_ahead(command, say) if data.streaming else _samples(command, "data", data.data_split, say)
     if data.eval_data is not None or data.eval_split is not None:
         held_out = _samples(command, "data" if data.eval_data is None else "eval_data", data.eval_split, say)
     else:
@@ -189,8 +197,15 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     local = _local(command, argument, sources)
     name = ", ".join(name_with_revision(command, argument, source) for source in sources)
     table = read_table(local, data.data_config, split, blanks=True)
+    return _taken(command, table, name, partial(_place, local, split), say)
+
+
+def _taken(
+    command: TrainCommand, table: Any, name: str, place_of: Callable[[int], str], say: Callable[[str], Any]
+) -> TakenSamples:
+    """The samples of a table's rows; ``place_of`` tells where a row is."""
+    data = command.data
     loss = ChatLoss(data.completion_only_loss, data.assistant_only_loss)
-    place_of = partial(_place, local, split)
     chats = chats_of(table, data.text_column, name, skip_invalid=data.skip_invalid, place_of=place_of)
     if chats is None:
         loss.require_none(name)
@@ -208,6 +223,76 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     if others and used & {*table.column_names} and data.text_column is None:
         say(f"{name}: takes {chosen}, not {', '.join(others)}; --text_column chooses another column")
     return taken
+
+
+# A stream
+
+
+def _read_ahead(command: TrainCommand, say: Voice) -> TakenSamples:
+    """The first rows of a stream as samples, beside the stream itself."""
+    sources = command.data.data
+    if sources is None:
+        raise UsageError("there is nothing to stream", where="--streaming", hint="name it with --data")
+    if command.training.max_steps < 1:
+        raise UsageError(
+            "nobody knows where a stream ends", where="--streaming", hint="give the length of the run, --max_steps N"
+        )
+    import datasets
+
+    name = ", ".join(sources)
+    with one_line_of("the data cannot be streamed", where=name):
+        rows = _opened(command, sources)
+        with quiet():
+            table = datasets.Dataset.from_list(list(rows.take(_AHEAD)))
+    taken = _taken(command, table, name, lambda row: f"row {row} counted from 0", say)
+    if taken.kind == "texts":
+        column = text_column(table, command.data.text_column, name, mixed=True)
+        command = replace(command, data=replace(command.data, text_column=column))
+    say(f"{name}: a stream, of which these are the first {len(table):,} rows; shuffled among {_SHUFFLED:,} at a time")
+    return replace(taken, stream=(rows, table, command))
+
+
+def _opened(command: TrainCommand, sources: list[str]) -> Any:
+    """The rows of files here, or of a data set of the hub, none of which are fetched before they are read."""
+    data = command.data
+    if _are_files(sources):
+        return stream_rows(sources, data.data_config, data.data_split)
+    import datasets
+
+    refuse_near(sources[0], "dataset")
+    repository, _, revision = sources[0].partition("@")
+    with quiet():
+        return datasets.load_dataset(
+            repository, data.data_config, split=data.data_split or "train", revision=revision or None, streaming=True
+        )
+
+
+def streamed_samples(samples: Sequence[TakenSamples], tokenizer: Any, vocab_size: int) -> Any:
+    """What is trained on of a stream, shuffled: its rows tokenized as they are read, without those held out of it."""
+    import datasets
+
+    rows, first, command = samples[0].stream
+    name = samples[0].name
+    is_own = command.data.eval_data is None and command.data.eval_split is None
+    held_out = [*samples[1].rows] if is_own else []
+
+    def tokenized(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        with contextlib.suppress(EmptyDataError):
+            with one_line_of("rows of the stream are unlike the first", where=f"{name}, row {numbers[0]} and behind"):
+                table = datasets.Dataset.from_dict(batch, features=first.features)
+            part = _taken(command, table, name, lambda row: f"row {numbers[row]} of the stream", lambda _: None)
+            kept = [(row, i) for row, i in zip(part.rows, part.numbers or (), strict=True) if row not in held_out]
+            part = replace(part, rows=[row for row, _ in kept], numbers=[numbers[i] for _, i in kept])
+            if kept:
+                made = _tokenized(part, command, tokenizer)
+                made.require_vocabulary(vocab_size, name)
+                return {key: [made[i][key].tolist() for i in range(len(made))] for key in ("input_ids", "labels")}
+        return {"input_ids": [], "labels": []}
+
+    columns = first.column_names
+    made = rows.map(tokenized, with_indices=True, batched=True, batch_size=_AHEAD // 10, remove_columns=columns)
+    seed = command.training.data_seed
+    return made.shuffle(seed=command.training.seed if seed is None else seed, buffer_size=_SHUFFLED)
 
 
 def _place(sources: Sequence[Any], split: str | None, row: int) -> str:
@@ -229,17 +314,22 @@ def _local(command: TrainCommand, argument: str, sources: list[str]) -> list[Any
 
     A name with the ending of a file is never looked up on the hub, so that reading it says that it is not there.
     """
-    is_here = any(Path(source).exists() or glob.has_magic(source) for source in sources)
-    ending = Path(sources[0].partition("@")[0]).suffix.lower()
-    if is_here or len(sources) > 1:
-        return list(sources)
-    if ending in ENDINGS or get_close_matches(ending, ENDINGS, cutoff=_NEAR):
-        for source in sources:
-            refuse_near(source, "data file")
+    if _are_files(sources):
         return list(sources)
     return [
         find_or_fetch(command, argument, sources[0], "dataset", ["README.md", *(f"*{ending}" for ending in ENDINGS)])
     ]
+
+
+def _are_files(sources: list[str]) -> bool:
+    """Whether ``sources`` are files, folders or patterns; raises for the name of a file that is nearly one here."""
+    if len(sources) > 1 or any(Path(source).exists() or glob.has_magic(source) for source in sources):
+        return True
+    ending = Path(sources[0].partition("@")[0]).suffix.lower()
+    if ending not in ENDINGS and not get_close_matches(ending, ENDINGS, cutoff=_NEAR):
+        return False
+    refuse_near(sources[0], "data file")
+    return True
 
 
 def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> TokenDataset:

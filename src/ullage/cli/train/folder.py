@@ -411,6 +411,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 def write_record(folder: Path, command: TrainCommand, summary: dict[str, Any] | None) -> None:
     """Write down the settings, and the summary of a finished run; the file is replaced whole or stays as it was."""
     kept = {name: getattr(command.training, name) for name in _KEPT}
+    kept["sample_prompts"] = command.output.sample_prompts
     record = {
         "settings": deciding_settings(command),
         "kept": json.loads(json.dumps(kept, default=str)),

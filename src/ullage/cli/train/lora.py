@@ -43,7 +43,7 @@ def require_adaptable(command: TrainCommand) -> None:
     if width is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
             f"--{width} needs bitsandbytes, which is not installed",
-            hint="pip install bitsandbytes, or leave it out to hold the model as it is",
+            hint="install it, pip install bitsandbytes, or leave this out to hold the model as it is",
         )
 
 

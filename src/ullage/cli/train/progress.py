@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
 
+from ullage.cli.train.limits import max_positions
 from ullage.cli.train.settings import TrainCommand
 from ullage.core.display import rate
-from ullage.core.errors import UllageError
+from ullage.core.errors import UllageError, first_line
+from ullage.training.run.log_file import append
 from ullage.training.run.run_log import RunLog
 from ullage.training.step.metering import TokenMeter
 from ullage.training.step.stopping import EarlyEnd
 
 if TYPE_CHECKING:
     from ullage.training import Trainer
+
+#: Tokens that a model writes at the most.
+NEW_TOKENS = 80
 
 
 class Progress(TrainerCallback):
@@ -118,6 +127,67 @@ class Progress(TrainerCallback):
         self.close()
 
 
+class Writing(TrainerCallback):
+    """Let the model write at every evaluation and at the end: printed, and in the log, from which the page has it.
+
+    Greedy, so that no random number is drawn and the run is the same with it and without. Every rank writes, since a
+    sharded model needs all of them.
+
+    Args:
+        prompts: what is continued; of a chat, what is said to the model.
+        tokenizer: of the run.
+        talks: whether prompts are turns of a chat.
+        say: takes a line.
+    """
+
+    def __init__(self, prompts: Sequence[str], tokenizer: Any, talks: bool, say: Callable[[str], Any]) -> None:
+        self._prompts, self._tokenizer, self._talks, self._say = prompts, tokenizer, talks, say
+        self._last: int | None = None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self._last == state.global_step or model is None:
+            return
+        self._last = state.global_step
+        trains = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                texts = [self._written(model, prompt, args) for prompt in self._prompts]
+        except Exception as error:  # a model that cannot write is no reason to fail a run that goes well
+            self._say(f"the model wrote nothing: {type(error).__name__}: {first_line(error)}")
+            self._prompts = ()
+            return
+        finally:
+            model.train(trains)
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
+        for each in samples:
+            said = " ".join(each["text"].split())
+            self._say(f"step {state.global_step}, {each['prompt']!r}: {textwrap.shorten(said, 200) or '(nothing)'}")
+        if samples and state.is_world_process_zero:
+            with contextlib.suppress(OSError):  # which the log has said already
+                append(Path(args.output_dir), "samples", state.global_step, samples=samples)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.on_evaluate(args, state, control, model)
+
+    def _written(self, model: Any, prompt: str, args: Any) -> str:
+        own, given = self._tokenizer, {"return_tensors": "pt"}
+        if self._talks:
+            chat = [{"role": "user", "content": prompt}]
+            ids = own.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, **given)["input_ids"]
+        else:
+            ids = own(prompt, add_special_tokens=False, **given)["input_ids"]
+        ids = ids.to(next(model.parameters()).device)
+        limit = max_positions(model)
+        room = NEW_TOKENS if limit is None else max(1, min(NEW_TOKENS, limit - ids.shape[1]))
+        options = {"eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+        # Under ZeRO 3 a rank that has written its end goes on, with those that have not.
+        options["synced_gpus"] = is_deepspeed_zero3_enabled() or None
+        mask = torch.ones_like(ids)
+        found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=room, do_sample=False, **options)
+        return own.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
 class Stop(EarlyEnd):
     """Callback that ends training after optimizer step ``step``, with a checkpoint. ``reached``: whether it did so."""
 
@@ -134,7 +204,7 @@ def device_line(command: TrainCommand) -> str:
     """The device that the run trains on, the precision of its steps, and its processes."""
     args, number = command.training, command.training.world_size
     name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else ""
-    device = f"{args.device} ({name})" if name else str(args.device)
+    device = f"{args.device} ({name})" if name else args.device.type if args.device.type == "cpu" else str(args.device)
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     if precision == "float32" and name and torch.backends.cuda.matmul.allow_tf32:
         precision = "float32, products in tf32"

@@ -153,9 +153,11 @@ def _of_data(dataset: TokenDataset) -> dict[str, Any]:
 def _of_steps(command: TrainCommand, trainer: Trainer, steps: _FirstSteps) -> dict[str, Any]:
     """The steps of the run, and the mean of the first: samples over all ranks, and how they are packed or padded."""
     args, meter = trainer.args, trainer.meter
-    per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps), 1)
     number = trainer.state.max_steps
-    plan: dict[str, Any] = {"steps": number, "steps_per_epoch": per_epoch, "epochs": number / per_epoch}
+    plan: dict[str, Any] = {"steps": number}
+    if not command.data.streaming:
+        per_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps), 1)
+        plan |= {"steps_per_epoch": per_epoch, "epochs": number / per_epoch}
     plan |= {"planned": len(steps.seconds), "packed": bool(steps.plans)}
     plan["tokens_per_step"] = meter.num_tokens / len(steps.seconds)
     if not steps.plans:
@@ -187,7 +189,9 @@ def tell(told: dict[str, Any], say: Voice, as_json: bool) -> None:
     }
     for use, data in told["data"].items():
         rows[f"data, {use}"] = "none" if data is None else _data_line(data)
-    rows["steps"] = f"{plan['steps']:,}, {plan['steps_per_epoch']:,} per epoch"
+    rows["steps"] = f"{plan['steps']:,}"
+    if "steps_per_epoch" in plan:
+        rows["steps"] += f", {plan['steps_per_epoch']:,} per epoch"
     rows["a step"] = (
         f"{plan['sequences_per_step']:,.0f} sequences, {plan['tokens_per_step']:,.0f} tokens on {told['processes']} "
         f"process{'es' if told['processes'] > 1 else ''} (mean of the first {plan['planned']})"

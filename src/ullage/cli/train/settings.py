@@ -77,6 +77,11 @@ class DataArguments:
         False,
         "leave out rows that cannot be used, and say how many: no text, no chat, or a template that fails",
     )
+    streaming: bool = _option(
+        False,
+        "read --data while it is trained on, without holding it in memory or fetching it whole; needs --max_steps",
+        aliases=["--dataset_streaming"],
+    )
     tokenizer: str | None = _option(
         None,
         "a folder with a tokenizer, a name as for --model, or bytes, transformers' byte tokenizer; without it the"
@@ -153,6 +158,11 @@ class OutputArguments:
 
     overwrite_output_dir: bool = _option(False, "start over in a folder that holds a run: its checkpoints are deleted")
     json: bool = _option(False, "the closing summary as one line of JSON on stdout")
+    sample_prompts: list[str] | None = _option(  # noqa: RUF009
+        None,
+        "what the model is to continue, or to answer to, at every evaluation and at the end; printed, and on the page",
+        metavar="TEXT",
+    )
 
 
 @dataclass

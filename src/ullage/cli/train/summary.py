@@ -12,6 +12,7 @@ import typer
 
 from ullage.cli.report import show
 from ullage.cli.train.limits import max_positions
+from ullage.cli.train.progress import NEW_TOKENS
 from ullage.cli.train.settings import TrainCommand
 from ullage.core.errors import UllageError
 from ullage.report.run import read_run
@@ -19,8 +20,6 @@ from ullage.report.run import read_run
 if TYPE_CHECKING:
     from ullage.cli.train.progress import Progress
     from ullage.training import Trainer
-
-_NEW_TOKENS = 80
 
 
 class Voice:
@@ -96,7 +95,7 @@ def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, st
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
     # A table of positions ends; a text has at most as many tokens as bytes.
     limit, said = max_positions(model), sample if isinstance(sample, str) else str(sample)
-    new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - len(said.encode())))
+    new = NEW_TOKENS if limit is None else max(1, min(NEW_TOKENS, limit - len(said.encode())))
     kind, library = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"
     if command.adapter.use_peft:
         kind = "AutoPeftModelForCausalLM"

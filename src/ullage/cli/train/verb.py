@@ -22,7 +22,7 @@ from ullage.core.errors import InputError, TrainingError, UllageError, first_lin
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples
-    from ullage.cli.train.progress import Progress
+    from ullage.cli.train.progress import Progress, Writing
     from ullage.cli.train.settings import TrainCommand
     from ullage.cli.train.summary import Voice
     from ullage.training import Trainer
@@ -62,7 +62,7 @@ def train(ctx: typer.Context) -> None:
 
 def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.arguments import parse
-    from ullage.cli.train.data import datasets_of, read_samples, sample_of
+    from ullage.cli.train.data import datasets_of, read_samples, sample_of, streamed_samples
     from ullage.cli.train.folder import (
         Situation,
         begin,
@@ -74,7 +74,7 @@ def _run(argv: list[str], first: bool) -> None:
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.lora import require_adaptable
-    from ullage.cli.train.progress import device_line, leave_page, missing_device, step_line
+    from ullage.cli.train.progress import Writing, device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, save_and_summarize, script_of
     from ullage.training.step.metering import num_parameters
@@ -101,16 +101,18 @@ def _run(argv: list[str], first: bool) -> None:
     samples = read_samples(command, say)  # read before the weights, which may take minutes
     tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
     training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
+    vocab_size = model.config.get_text_config().vocab_size
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
-            dataset.require_vocabulary(model.config.get_text_config().vocab_size, ", ".join(names or []) or None)
+            dataset.require_vocabulary(vocab_size, ", ".join(names or []) or None)
     for note in notes_on_lengths(command, model, training, held_out):
         say(note)
     if not command.adapter.use_peft:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         say(f"{type(model).__name__}: {num_parameters(model):,} parameters, {dtype}")
     say(step_line(command, training))
-    make_trainer = partial(_trainer, command, model, tokenizer, training, held_out)
+    source = training if samples[0].stream is None else streamed_samples(samples, tokenizer, vocab_size)
+    make_trainer = partial(_trainer, command, model, tokenizer, source, held_out)
     if command.run.dry_run:
         told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
         tell(told, say, command.output.json and first)
@@ -121,7 +123,9 @@ def _run(argv: list[str], first: bool) -> None:
     code = script_of(command, model, sample_of(command, samples, tokenizer, training, held_out))
     with no_empty_folder(command), _readable(command):
         # Before anything is written: a trainer refuses what it cannot do with this model.
-        trainer, progress = make_trainer(first=first)
+        asked = command.output.sample_prompts
+        writing = Writing(asked, tokenizer, samples[0].talks, say) if asked else None
+        trainer, progress = make_trainer(first=first, writing=writing)
         if (advice := trainer.packing_advice("--packing_capacity {}")[0]) is not None:
             say(advice)
         with _written(command):
@@ -179,7 +183,14 @@ def _readable(command: TrainCommand) -> Iterator[None]:
 
 
 def _trainer(
-    command: TrainCommand, model: Any, tokenizer: Any, training: Any, held_out: Any, *, first: bool
+    command: TrainCommand,
+    model: Any,
+    tokenizer: Any,
+    training: Any,
+    held_out: Any,
+    *,
+    first: bool,
+    writing: Writing | None = None,
 ) -> tuple[Any, Progress]:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from transformers.trainer_utils import IntervalStrategy
@@ -202,6 +213,8 @@ def _trainer(
     progress = Progress(trainer.meter, show=first and not arguments.disable_tqdm)
     trainer.add_callback(progress)
     show_log(command)
+    if writing is not None:
+        trainer.add_callback(writing)  # before the log ends
     trainer.add_callback(run_log(command, trainer))
     return trainer, progress
 

@@ -7,6 +7,7 @@ import io
 import os
 import re
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def _read_capacity(given: int | str | None) -> int | str | None:
         given = int(given)
     if isinstance(given, int) and given > MOST_TOKENS:
         return require_int(given, "packing_capacity", least=1, most=MOST_TOKENS)
-    if isinstance(given, str) and given != AUTO:
+    if given not in (None, AUTO) and not isinstance(given, Integral):
         raise InputError("packing_capacity is not a capacity", expected="tokens a microbatch, or 'auto'", found=given)
     return given
 
