@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
     for line, (call, said) in zip(lines, CALLS.items(), strict=False):
         kind = "InputError" if "URL" in said else "MissingExtraError"
         assert line.startswith(f"{kind} True {said}"), (call, line)
-    old = f"needs transformers 5.20 or newer, found 4.57.1: {install_command('hf', '--upgrade')}"
+    old = f"needs transformers 5.4 or newer, found 4.57.1: {install_command('hf', '--upgrade')}"
     names = ("ullage.training.Trainer", "ullage.training.TrainingArguments")
     assert lines[-7:] == [
         "4 1",

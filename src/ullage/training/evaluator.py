@@ -458,7 +458,7 @@ def evaluation_loader(
             batch_sampler=share.indices(len(dataset)),
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
             prefetch_factor=args.dataloader_prefetch_factor,
             **options,
         )

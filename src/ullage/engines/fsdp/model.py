@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import ullage.attention as packed_attention
@@ -94,12 +94,26 @@ def apply_plan(model: Any, mesh: DeviceMesh) -> None:
     # A tied weight is listed under both names, but is one parameter, sharded under the first.
     aliases = {name for name in plan if name not in modules and name not in owners}
     kept = {name: style for name, style in plan.items() if name not in summed and name not in aliases}
-    apply_tensor_parallelism(model, mesh, kept)
+    _apply_plan()(model, mesh, kept)
     if aliases:
         model.tie_weights(recompute_mapping=False)
     for name in summed:
         if name in modules:
             _sum_gradients(modules[name], mesh.get_group())
+
+
+def _apply_plan() -> Callable[..., Any]:
+    """transformers' function that shards a model by a plan. Raises ``InputError`` where it is not there yet."""
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        raise InputError(
+            "this transformers does not split a model over tp as it is done here",
+            expected="transformers 5.16 or newer",
+            found=transformers.__version__,
+            hint="use dp and cp alone, or a newer transformers",
+        ) from None
+    return apply_tensor_parallelism
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:

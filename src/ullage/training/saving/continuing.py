@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ullage.checkpoint import Inventory, read
 from ullage.core.errors import CheckpointError
@@ -142,6 +143,7 @@ class Continuation:
         self._trainer = trainer
         self._conversion: Conversion | None = None
         self._content: Content | None = None
+        self._begun_at = 0
 
     def whole_checkpoint(self, asked: Any, allow_changed: bool) -> Any:
         """The checkpoint to resume from, known to be whole; ``asked`` is as for ``train``, or None. Collective.
@@ -202,6 +204,8 @@ class Continuation:
     def converted(self, checkpoint: str | None) -> Iterator[None]:
         """Within it the Trainer's loaders take ``checkpoint`` whatever layout wrote it."""
         self._conversion = None if checkpoint is None else self.conversion_for(checkpoint)
+        state = Path(checkpoint or "") / TRAINER_STATE_NAME
+        self._begun_at = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.is_file() else 0
         try:
             if self._trainer.is_deepspeed_enabled:
                 with checkpoints_loaded_by(partial(self._loads_ranges, checkpoint)):
@@ -263,9 +267,11 @@ class Continuation:
     def settle_loss(self) -> None:
         """Set the training loss that a run with no step left reports: the mean over the logged steps of its state."""
         trainer = self._trainer
-        if trainer.state.global_step == trainer._initial_global_step > 0:
-            # _finalize_training divides this sum by max(steps, 0.001); no step was taken, so the mean is left.
-            trainer._total_loss_scalar = _NO_STEPS * mean_loss(trainer.state)
+        if trainer.state.global_step == self._begun_at > 0:
+            # _finalize_training divides this sum by the steps of this call, none, or 0.001, so that the mean is left;
+            # before transformers 5.20 by all steps.
+            steps = _NO_STEPS if hasattr(trainer, "_initial_global_step") else trainer.state.global_step
+            trainer._total_loss_scalar = steps * mean_loss(trainer.state)
 
 
 def mean_loss(state: TrainerState) -> float:
