@@ -53,7 +53,7 @@ def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", res
     trained, step = {}, made.training_step
 
     def noting(model, inputs, count=None):
-        trained[made.state.global_step + 1] = [index[tuple(tokens)] for tokens in samples_of(inputs)]
+        trained[str(made.state.global_step + 1)] = [index[tuple(tokens)] for tokens in samples_of(inputs)]
         return step(model, inputs, count)
 
     made.training_step = noting
@@ -69,7 +69,7 @@ def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", res
     rows = [row for row in made.state.log_history if "loss" in row]
     names = ("loss", "grad_norm", "learning_rate", "epoch")
     return {
-        "rows": {row["step"]: [row[name] for name in names] for row in rows},
+        "rows": {str(row["step"]): [row[name] for name in names] for row in rows},
         "samples": trained,
         "eval_loss": made.evaluate()["eval_loss"],
         "max_steps": made.state.max_steps,

@@ -257,11 +257,12 @@ class StepSource:
             return
         before = state.global_step / state.epoch
         if abs(before - steps_per_epoch) >= 0.5:
+            size = self._trainer.get_total_train_batch_size(self._trainer.args)
             raise CheckpointError(
                 "the run would go on with steps of another size",
                 where=f"step {state.global_step}",
                 expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
-                found=f"{self._trainer.get_total_train_batch_size(self._trainer.args)} sequences on {ranks} ranks of dp",
+                found=f"{size} sequences on {ranks} ranks of dp",
                 hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
             )
 
