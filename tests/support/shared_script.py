@@ -34,7 +34,7 @@ def samples_of(inputs):
     return [sample["input_ids"].tolist() for batch in batches for sample in batch.samples()]
 
 
-def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", resume="auto", **options):
+def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", resume="auto", evaluates=True, **options):
     options = {
         "packing_global_batch_size": 13, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3,
         "num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "logging_steps": 1,
@@ -71,7 +71,7 @@ def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", res
     return {
         "rows": {str(row["step"]): [row[name] for name in names] for row in rows},
         "samples": trained,
-        "eval_loss": made.evaluate()["eval_loss"],
+        "eval_loss": made.evaluate()["eval_loss"] if evaluates else None,
         "max_steps": made.state.max_steps,
         "said": said,
     }
