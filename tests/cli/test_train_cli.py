@@ -21,7 +21,7 @@ from tests.support.launch import environment, full_disk
 from tests.support.train_verb import losses, record, steps_saved, texts, train, train_in
 from ullage.cli.train.arguments import _shared_batch, _zero, parse
 from ullage.cli.train.folder import taken_over
-from ullage.core.errors import CheckpointError, InputError, TrainingError, UsageError
+from ullage.core.errors import CheckpointError, InputError, TrainingError
 from ullage.datasets import load_text, split_held_out
 from ullage.training.saving.checkpoints import require_checkpoint
 from ullage.training.saving.staging import staging_of

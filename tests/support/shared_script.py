@@ -34,7 +34,7 @@ def samples_of(inputs):
     return [sample["input_ids"].tolist() for batch in batches for sample in batch.samples()]
 
 
-def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", resume="auto", **options):
+def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", resume="auto", evaluates=True, **options):
     options = {
         "packing_global_batch_size": 13, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3,
         "num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "logging_steps": 1,
@@ -53,7 +53,7 @@ def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", res
     trained, step = {}, made.training_step
 
     def noting(model, inputs, count=None):
-        trained[made.state.global_step + 1] = [index[tuple(tokens)] for tokens in samples_of(inputs)]
+        trained[str(made.state.global_step + 1)] = [index[tuple(tokens)] for tokens in samples_of(inputs)]
         return step(model, inputs, count)
 
     made.training_step = noting
@@ -69,9 +69,9 @@ def run(folder, place, kind="llama", stage=0, until=None, trainer="Trainer", res
     rows = [row for row in made.state.log_history if "loss" in row]
     names = ("loss", "grad_norm", "learning_rate", "epoch")
     return {
-        "rows": {row["step"]: [row[name] for name in names] for row in rows},
+        "rows": {str(row["step"]): [row[name] for name in names] for row in rows},
         "samples": trained,
-        "eval_loss": made.evaluate()["eval_loss"],
+        "eval_loss": made.evaluate()["eval_loss"] if evaluates else None,
         "max_steps": made.state.max_steps,
         "said": said,
     }

@@ -3,12 +3,13 @@
 import pytest
 
 from tests.support import shared_script
-from tests.support.small_runs import on_ranks
+from tests.support.small_runs import on_ranks, quiet
+from ullage.core.errors import InputError
+from ullage.training import Trainer
 
 pytestmark = pytest.mark.distributed
 
-UNPACKED, PACKED = {}, {"packing_capacity": 64}
-WAYS = {"unpacked": UNPACKED, "packed": PACKED}
+WAYS = {"unpacked": {}, "packed": {"packing_capacity": 64, "packing_plan_strategy": "next_fit"}}
 
 
 def assert_same(ranks, alone, steps):
@@ -54,3 +55,57 @@ def test_a_run_goes_on_on_other_ranks_to_the_losses_of_one_process(tmp_path, alo
             assert rank["said"] == []
     epoch = [sample for step in "123" for sample in alone["packed"]["samples"][step]]
     assert sorted(epoch) == list(range(30))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps would say it again.*found 2\. Leave it out"),
+        ({"packing_global_batch_size": 0}, r"packing_global_batch_size must be an integer: expected >= 1, found 0"),
+        ({"average_tokens_across_devices": False}, r"the loss is that of the whole step"),
+        ({"train_sampling_strategy": "batch_rebalance"}, r"makes batches for one number of ranks"),
+    ],
+)
+def test_what_says_otherwise_is_refused(tmp_path, options, message):
+    arguments = quiet(tmp_path, **{"packing_global_batch_size": 4, **options})
+    with pytest.raises(InputError, match=message):
+        Trainer(shared_script.make_model("llama"), arguments, train_dataset=[{"input_ids": [1, 2]}])
+
+
+@pytest.mark.parametrize("trainer", ["Swallowing", "Flagged", "Masked", "Summed"])
+def test_a_loss_of_ones_own_is_that_of_the_whole_step(tmp_path, trainer):
+    """In one part of 13 samples, and in parts of 5, 4 and 4."""
+    options = {"trainer": trainer, "num_train_epochs": 1, "evaluates": False}
+    whole, parts = (
+        shared_script.run(str(tmp_path), str(size), per_device_train_batch_size=size, **options) for size in (13, 5)
+    )
+    assert_same([parts], whole, [1, 2, 3])
+
+
+#: Beside :data:`WAYS`: a global batch that some numbers of ranks divide.
+MORE = {f"{name} {size}": {**way, "packing_global_batch_size": size} for name, way in WAYS.items() for size in (12, 13)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+def test_losses_are_the_same_on_any_number_of_ranks(tmp_path, ranks, more):
+    """Ranks of five and seven have no samples of some steps."""
+    found = trained(ranks, tmp_path, MORE)
+    for name in MORE:
+        assert_same(found[name], more[name], range(1, 7))
+        assert found[name][0]["eval_loss"] == pytest.approx(more[name]["eval_loss"], abs=2e-6)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """One process."""
+    return {name: ranks[0] for name, ranks in trained(1, tmp_path_factory.mktemp("more"), MORE).items()}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_four_three_and_five_ranks_under_ddp_and_zero(tmp_path, alone):
+    cases = {f"{name} {stage}": {**WAYS[name], "stage": stage} for name in WAYS for stage in (0, 1, 2, 3)}
+    for ranks, steps in ((4, (1, 2)), (3, (3, 4)), (5, (5, 6))):
+        found = trained(ranks, tmp_path, {name: {**case, "until": steps[-1]} for name, case in cases.items()})
+        for name in cases:
+            assert_same(found[name], alone[name.split()[0]], steps)

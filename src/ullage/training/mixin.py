@@ -137,7 +137,7 @@ class RaggedTrainerMixin(_Base):
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
         self._packer = Packer(self, self._reader, self.meter, padded_loss_of, image_problem)
-        self._sharing = StepSharing(self, self._packer)
+        self._sharing = StepSharing(self, self._reader, self._packer)
         parts = (self.meter, self.stop, self._background, self._sharing)
         self._steps = StepSource(self, self._reader, self._packer, *parts)
         self._evaluator = Evaluator(self, self._reader, self._packer)

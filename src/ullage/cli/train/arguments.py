@@ -87,9 +87,9 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     flags += argv
     given = parser.given(flags)
     # The last flag of a name wins: so the run that is resumed gives way to files, and files to the command line.
-    flags = [*_resumed(parser, given), *flags, *_zero(given)]
+    flags = [*_resumed(parser, given), *flags]
     shared, accumulation = _shared_batch(parser.given(flags))
-    flags += shared
+    flags += [*_zero(given), *shared]
     try:
         *parts, _, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False

@@ -14,6 +14,7 @@ from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.planning import Plan
 from ullage.training.batches import forms, targets
+from ullage.training.batches.shared import SharedPart
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,13 @@ def stand_in(
 
 
 def refuse_as_one(inputs: Any) -> None:
-    """Raise ``InputError`` where a whole packed step is about to go through the model at once."""
-    if isinstance(inputs, PackedBatch):
+    """Raise ``InputError`` where a whole packed or shared step is about to go through the model at once."""
+    if isinstance(inputs, (PackedBatch, SharedPart)):
+        number = inputs.number if isinstance(inputs, SharedPart) else len(inputs.microbatches)
         raise InputError(
-            "a packed step is more than the model takes at once: it runs as microbatches",
+            "a step is more than the model takes at once: it runs as microbatches",
             where="_prepare_inputs, in a training_step of your own",
             expected="super().training_step(model, inputs, num_items_in_batch), which runs them",
-            found=f"a step of {len(inputs.microbatches)} microbatches",
+            found=f"a step of {number} microbatch{'es' if number != 1 else ''}",
             hint="put what changes the loss into compute_loss, which is called for each microbatch",
         )

@@ -252,19 +252,28 @@ class StepSource:
         return progress.get("resume_from_checkpoint") is not None and not self._trainer.args.ignore_data_skip
 
     def _require_same_steps(self, steps_per_epoch: int) -> None:
-        """Raise ``CheckpointError`` where a sharded model would go on with steps of another number of sequences."""
-        state, (_, ranks) = self._trainer.state, data_ranks(self._trainer.model, self._trainer.args)
-        if sharding_of(self._trainer.model) is None or not state.epoch:
+        """Look at whether the run goes on with steps of as many sequences as before.
+
+        Of a sharded model others raise ``CheckpointError``; where the ranks share a global batch, a warning is logged.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        is_sharded = sharding_of(trainer.model) is not None
+        if not (is_sharded or self._sharing.is_on) or not state.epoch:
             return
         before = state.global_step / state.epoch
-        if abs(before - steps_per_epoch) >= 0.5:
-            raise CheckpointError(
-                "the run would go on with steps of another size",
-                where=f"step {state.global_step}",
-                expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
-                found=f"{self._trainer.get_total_train_batch_size(self._trainer.args)} sequences on {ranks} ranks of dp",
-                hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
-            )
+        if abs(before - steps_per_epoch) < 0.5:
+            return
+        error = CheckpointError(
+            "the run would go on with steps of another size",
+            where=f"step {state.global_step}",
+            expected=f"{before:.0f} steps in an epoch; here {steps_per_epoch}",
+            found=f"{trainer.get_total_train_batch_size(trainer.args)} sequences a step",
+            hint="set packing_global_batch_size, or per_device_train_batch_size × dp, to that of the run",
+        )
+        if is_sharded:
+            raise error
+        if trainer.is_world_process_zero():
+            _logger.warning("%s", error)
 
     def _require_same_readers(self, kept: Any) -> None:
         """Raise ``CheckpointError`` where a stream goes on with readers that order its samples in another way."""

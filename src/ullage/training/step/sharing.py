@@ -18,8 +18,10 @@ from torch.utils.data import IterableDataset
 from ullage.core.errors import DistributedError, InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import random_states_kept
+from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import StreamParts
 from ullage.training.batches.shared import CollatedParts, SharedBatches, SharedPart, part_of
+from ullage.training.loss.divisions import Division, OwnLoss, declared_division
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
 
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
 class StepSharing:
     """Sharing of a trainer's steps over its ranks. Off unless the arguments say ``packing_global_batch_size=...``.
 
-    ``trainer``: whose arguments and accelerator count. ``packer``: of its steps.
+    ``trainer``: whose arguments and accelerator count. ``reader``: of its batches. ``packer``: of its steps.
     """
 
-    def __init__(self, trainer: transformers.Trainer, packer: Packer) -> None:
-        self._trainer, self._packer = trainer, packer
+    def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
+        self._trainer, self._reader, self._packer = trainer, reader, packer
         self._loader: Any = None
         self._collate: CollatedParts | None = None
         self._stand_in: Any = None
@@ -136,22 +138,40 @@ class StepSharing:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
-        packer = self._packer
+        packer, division = self._packer, self._division_of_own_loss(count)
+        shares = [size / step.num_samples for size in step.sizes]
+        if division == "token_mean":
+            shares = [self._reader.num_labels(batch) / int(count) for batch in step.batches]
+        scaled = division == "sum" if division is not None else self._trainer.loss_is_scaled_for_ga
+        count = count if division in (None, "sum") else None
 
         def run_microbatch(k: int) -> Tensor:
-            if k >= len(step.batches):
-                return self._run_for_nothing(run, model, step.stand_in, count)
-            packer.share_of_step = step.sizes[k] / step.num_samples
-            # training_step divides by this number where no labels weigh a mean, and reducing gradients divides by the
-            # ranks: a mean over a microbatch times its share of the samples is left.
-            number: Any = 1 / (packer.share_of_step * packer.averaged_over)
+            if k >= len(step.batches) or not shares[k]:
+                batch = step.stand_in if k >= len(step.batches) else step.batches[k]
+                return self._run_for_nothing(run, model, batch, count)
+            packer.share_of_step = shares[k]
+            # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean over a
+            # microbatch times its share of the step is left.
+            number: Any = 1 / (shares[k] * packer.averaged_over)
             self._trainer.current_gradient_accumulation_steps = number
             return run(model, step.batches[k], count)
 
         try:
-            return packer.reduction.run(model, step.number, run_microbatch)
+            with replaced(self._trainer, "loss_is_scaled_for_ga", scaled):
+                return packer.reduction.run(model, step.number, run_microbatch)
         finally:
             self._trainer.current_gradient_accumulation_steps, packer.share_of_step = 1, 1.0
+
+    def _division_of_own_loss(self, count: Any) -> Division | None:
+        """The division of a loss of the trainer's own, in parts of a step; None where it is as transformers has it."""
+        own = OwnLoss.of(self._trainer)
+        declared = None if own is None else declared_division(self._trainer, own)
+        if own is None or declared is not None:
+            return declared
+        # One that takes the count divides by it, unless the trainer says otherwise; any other is a mean.
+        if own.takes_count and self._trainer.loss_is_scaled_for_ga is not False:
+            return None
+        return "sequence_mean" if count is None else "token_mean"
 
     def _run_for_nothing(self, run: Callable[..., Tensor], model: nn.Module, batch: Any, count: Any) -> Tensor:
         """Run forward and backward as the other ranks do, so that they meet; loss and gradients are zero."""
