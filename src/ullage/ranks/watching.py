@@ -122,7 +122,7 @@ class RankWatch:
     ) -> None:
         self._limit_given, self._saved, self._settle = limit, saved, settle
         self._limit: float | None = None
-        self._longest = 0.0
+        self._longest, self._failure = 0.0, ""
         self._step, self._drawn, self._since = 0, True, 0.0
         self._threads: _Threads | None = None
 
@@ -141,6 +141,7 @@ class RankWatch:
         if self._threads is not None or not self._is_wanted():
             yield
             return
+        self._failure = ""
         threads = self._threads = _Threads.started(self)
         if threads is None:
             yield
@@ -179,9 +180,17 @@ class RankWatch:
         if self._since:
             self._longest, self._since = max(self._longest, time.monotonic() - self._since), 0.0
 
+    def tell_of(self, error: BaseException) -> None:
+        """This rank has failed where the others may be waiting in a collective of somebody else's, such as an engine's.
+
+        They end after the limit, unless all meet before that.
+        """
+        self._failure = first_line(error)
+
     def beat(self) -> dict[str, Any]:
         """What this rank tells the others."""
-        return {"step": self._step, "drawn": self._drawn, "state": _RUNS}
+        failed = {"state": _FAILED, "error": self._failure} if self._failure else {"state": _RUNS}
+        return {"step": self._step, "drawn": self._drawn, **failed}
 
 
 class _Threads:
@@ -271,8 +280,8 @@ class _Threads:
             beat = json.loads(text)
             if beat == rank.beat:
                 continue
-            before, rank.beat, rank.heard = rank.place, beat, now
-            if rank.place != before:
+            before, rank.beat, rank.heard = (rank.place, rank.beat.get("state")), beat, now
+            if (rank.place, beat.get("state")) != before:
                 rank.moved = now
 
     # The thread that decides: it never waits for another process.
@@ -319,8 +328,8 @@ class _Threads:
             silent = now - rank.heard
             if state == _RUNS and silent > limit:
                 found.setdefault(rank.rank, f"{self._state_of(rank)}no sign of life for {silent:.0f} s")
-            elif state == _FAILED and silent > limit and rank.beat.get("error"):
-                found.setdefault(rank.rank, f"it failed {silent:.0f} s ago: {rank.beat['error']}")
+            elif state == _FAILED and now - rank.moved > limit and rank.beat.get("error"):
+                found.setdefault(rank.rank, f"it failed {now - rank.moved:.0f} s ago: {rank.beat['error']}")
             elif state == _FAILED and self._own in dict(rank.beat.get("lost", ())):
                 found.setdefault(self._own, f"the others have given it up, {dict(rank.beat['lost'])[self._own]}")
         return found | self._hanging(now, limit)

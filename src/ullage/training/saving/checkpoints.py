@@ -111,7 +111,13 @@ class WholeCheckpointMixin(_Base):
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
             with taking, replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
-                super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
+                try:
+                    super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
+                except Exception as error:
+                    # Engines meet within a save of theirs: who fails between two such meetings leaves the others there.
+                    if (watch := getattr(self, "rank_watch", None)) is not None:
+                        watch.tell_of(error)
+                    raise
             # The state was written without its best step: write it again.
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
