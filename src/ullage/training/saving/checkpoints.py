@@ -111,7 +111,13 @@ class WholeCheckpointMixin(_Base):
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
             with taking, replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
-                super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
+                try:
+                    super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
+                except Exception as error:
+                    # Engines meet within a save of theirs: who fails between two such meetings leaves the others there.
+                    if (watch := getattr(self, "rank_watch", None)) is not None:
+                        watch.tell_of(error)
+                    raise
             # The state was written without its best step: write it again.
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
@@ -266,6 +272,11 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     """The whole checkpoints in an output folder, by rising step; [] if there are none or there is no folder."""
     found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()]
     return sorted(found, key=step_of)
+
+
+def newest_unharmed(folder: str | Path) -> Path | None:
+    """The newest checkpoint in an output folder that is not damaged as far as sizes tell: no content is read."""
+    return next((path for path in reversed(checkpoints_in(folder)) if not is_damaged(path)), None)
 
 
 def step_of(checkpoint: Path) -> int:
