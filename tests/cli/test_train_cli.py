@@ -383,7 +383,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_be_read_are_told_apart(data,
     with full_disk(20_000), full:
         train(*arguments, "--output_dir", tmp_path / "full", "--model", "lstm-64")
     monkeypatch.setattr(
-        "ullage.training.Trainer.get_train_dataloader", lambda self, *_: (tmp_path / "vanished").read_text()
+        "ullage.training.Trainer._get_train_sampler", lambda self, *_: (tmp_path / "vanished").read_text()
     )
     with pytest.raises(TrainingError, match=r"the run needs cannot be used \(.*/vanished\): found .*No such"):
         train(*arguments, "--output_dir", tmp_path / "read")
