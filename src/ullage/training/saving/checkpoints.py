@@ -23,11 +23,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ullage.checkpoint.core.manifest import manifest_name
 from ullage.core.errors import CheckpointError
 from ullage.core.replacing import replaced
-from ullage.ranks.world import agreement, is_first_of_machine
+from ullage.ranks.world import agreement, gather, is_first_of_machine
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
+from ullage.training.saving.parts import Readers, bring
 from ullage.training.saving.staging import (
     PARTIAL,
+    disk_of,
     finish_whole,
     incomplete,
     not_written,
@@ -119,15 +121,15 @@ class WholeCheckpointMixin(_Base):
         if is_first_of_machine():
             remove_unfinished(run_dir)
         staged = stage_whole(final, write)
-        limit = self.args.save_total_limit if self.args.should_save else None
         best = self.state.best_model_checkpoint
 
         def finish() -> None:
             if snapshot is not None:
                 with agreement("writing a checkpoint"), one_line(final):
                     snapshot.write()
-            finish_whole(staged, _require_written)
-            rotate(run_dir, limit, best, keep=final)
+            disk = finish_whole(staged, _require_written)
+            if disk.is_mine:
+                rotate(run_dir, self.args.save_total_limit, best, keep=final)
 
         if background is None or snapshot is None:
             finish()
@@ -177,10 +179,11 @@ class WholeCheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
-        if self.state.best_model_checkpoint and best.is_dir():
+        if self.state.best_model_checkpoint and any(gather(best.is_dir())):
             finding = examine(best)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
+            bring(best, Readers.of(self.args))
         if (sharding := sharding_of(self.model)) is not None:
             sharding.load(best, self.model)
             return
@@ -199,8 +202,10 @@ class WholeCheckpointMixin(_Base):
         with replaced(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *args, **kwargs)
         best = self.state.best_model_checkpoint
-        if self.args.should_save and best is not None and limit == 1:
-            rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
+        if best is not None and limit == 1:
+            folder = Path(self._get_output_dir(trial))
+            if disk_of(folder).is_mine:
+                rotate(folder, 1, best, keep=None)
         return output
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,13 @@ from ullage.checkpoint.core.manifest import (
     share_of_blocks,
 )
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import gather, rank_here
+from ullage.ranks.world import gather, is_first_of_machine, rank_here
 
 #: The file, in a damaged checkpoint, that says what was found.
 MARK = "damaged.txt"
+#: The kind of damage of a file that lies on a host which is not in this run.
+LOST = "lost"
+_RANDOM_STATES = re.compile(r"rng_state_(\d+)\.pth")
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,18 @@ def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     Reads what it compares, once per disk; returns damage instead of raising.
     """
     manifest, identity = _seen(checkpoint)
-    said = gather((identity, manifest is not None))
-    has_manifest = any(own for _, own in said)
+    # Where several disks hold parts, which files are on this one; one rank of each machine tells.
+    listed = None
+    if manifest is not None and manifest.hosts and is_first_of_machine():
+        listed = {block.name for block in manifest.blocks}
+    told = gather((identity, None if manifest is None else (manifest.save, bool(manifest.hosts)), listed))
+    said = [each[:2] for each in told]
+    has_manifest = any(own is not None for _, own in said)
+    if manifest is not None and is_other_save(manifest, next(own for _, own in said if own is not None)):
+        manifest, identity = None, ""  # of a host that was away: it is not what the others have, and is set aside
+    held = {
+        name for _, own, names in told if names and manifest is not None and own[0] == manifest.save for name in names
+    }
     # Ranks of equal identity see one folder on one disk and divide its blocks; each other disk is read by its own
     # ranks.
     group = [rank for rank, (other, _) in enumerate(said) if other == identity]
@@ -96,6 +110,7 @@ def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     if identity and manifest is not None:
         found += manifest.damage
         found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
+        found += _lost(manifest, held)
     elif identity and not has_manifest:
         # Nowhere a manifest. Where only this rank sees none, it has nothing to compare and says nothing.
         found += _cut_files(checkpoint, part, parts)
@@ -123,10 +138,13 @@ def is_damaged(checkpoint: Path) -> bool:
 def remember(finding: Finding) -> None:
     """Write the damage that was found into ``damaged.txt`` in the checkpoint; remove the file if it is whole again.
 
+    What lies on a host that is away is no damage to be remembered: it may come back.
     Does nothing where the folder cannot be written to.
     """
     with contextlib.suppress(OSError):
         mark = finding.checkpoint / MARK
+        if all(d.kind == LOST for d in finding.damage) and finding.damage:
+            return
         if finding.damage:
             mark.write_text("".join(f"{d.name}: expected {d.expected}, found {d.found}\n" for d in finding.damage))
         elif finding.has_manifest and not finding.changed:
@@ -155,6 +173,30 @@ def _seen(checkpoint: Path) -> tuple[Manifest | None, str]:
     if manifest is None:
         return None, f"{status.st_ino}:{status.st_mtime_ns}"
     return manifest, manifest.identity or f"{status.st_ino}"
+
+
+def of_one_rank(name: str) -> int | None:
+    """The rank whose random states a file of a checkpoint holds, which no other reads; None for other files."""
+    found = _RANDOM_STATES.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def is_other_save(part: Manifest, first: tuple[str, bool]) -> bool:
+    """Whether a part was saved at another time than the first one, of which its save is told, and whether it has hosts.
+
+    Disks of equal saves have the same manifests, their own or copied.
+    """
+    return part.save != first[0] and (first[1] or bool(part.hosts))
+
+
+def _lost(manifest: Manifest, held: set[str]) -> list[Damage]:
+    """Files of the checkpoint that lie on no disk of this run. Without random states training can go on."""
+    lost = {block.name: block for block in manifest.elsewhere if block.name not in held}
+    return [
+        Damage(name, LOST, f"{block.file_bytes:,} bytes, written by {manifest.hosts.get(name, 'another host')}",
+               "it on no host of this run")
+        for name, block in lost.items() if of_one_rank(name) is None
+    ]  # fmt: skip
 
 
 def _cut_files(folder: Path, part: int, parts: int) -> list[Damage]:
