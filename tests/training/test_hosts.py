@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from tests.support import processes
 from tests.support.async_script import make
 from tests.support.small_runs import losses
+from ullage.checkpoint.core.paths import checkpoint_path, key_of, store_at
 from ullage.ranks.world import gather
+from ullage.training.saving.store import _stores
 
 #: The same path on every rank; each has a working directory of its own, which stands for the disk of a host.
 RUN = Path("/proc/self/cwd/run")
@@ -71,3 +74,35 @@ def test_two_hosts_resume_from_what_they_saved_each(tmp_path, kind, each):
         else:
             lost = "global_step5/.*zero_pp_rank_1_mp_rank_00_optim_states.pt"
             assert found["new"] == lost, socket.gethostname()
+
+
+URL = "s3://bucket/run"
+
+
+def beside_store(rank, world, root, options):
+    """On a host of its own, with working folders of its own, and a store that both see."""
+    on_host(rank, world, root)
+    tempfile.tempdir = "/proc/self/cwd"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": options["endpoint_url"],
+        "AWS_ACCESS_KEY_ID": options["key"],
+        "AWS_SECRET_ACCESS_KEY": options["secret"],
+    }
+
+
+def stored(url=URL):
+    place = checkpoint_path(url)
+    return sorted(store_at(place).look(key_of(place)))
+
+
+def kept_in_a_store(rank, world, root, options, kind, url):
+    beside_store(rank, world, root, options)
+    found = {"shared": train(Path(root) / "shared", kind), "stored": train(url, kind, async_save=kind == "zero2")}
+    found["there"] = stored(url)
+    gather(None)
+    _stores.clear()
+    shutil.rmtree("/proc/self/cwd/", ignore_errors=True)
+    found["new"] = train(url, kind, True, max_steps=7)
+    found["long"] = train(Path(root) / "longer", kind, max_steps=7)
+    found["left"] = stored(url)
+    return found

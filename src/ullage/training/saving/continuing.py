@@ -40,6 +40,7 @@ from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_
 from ullage.training.saving.checkpoints import put_back
 from ullage.training.saving.parts import Readers
 from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
+from ullage.training.saving.store import local_path, store_of_run
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
@@ -149,8 +150,12 @@ class Continuation:
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
+        store = store_of_run(self._trainer.args.output_dir)
+        if store is not None:
+            store.arrive()
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
+        asked = str(local_path(asked)) if isinstance(asked, (str, Path)) else asked
         args, begins = self._trainer.args, str(asked).lower() == AUTO
         # A save that was killed between its two renames may have moved the only good checkpoint aside.
         with agreement("looking for a checkpoint"):
@@ -163,7 +168,7 @@ class Continuation:
             )
         else:
             checkpoint = Path(asked)
-            if not any(gather(checkpoint.is_dir())):
+            if store_of_run(checkpoint.parent) is None and not any(gather(checkpoint.is_dir())):
                 return str(checkpoint)
             notes = require_whole(checkpoint, allow_changed=allow_changed, readers=Readers.of(args))
         if checkpoint is None:

@@ -12,10 +12,11 @@ from typing import Any
 from torch.nn.modules.dropout import _DropoutNd
 
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import gather, rank_here
+from ullage.ranks.world import agreement, gather, rank_here
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import LOST, Finding, examine, remember
 from ullage.training.saving.parts import Readers, bring, names_anywhere
+from ullage.training.saving.store import store_of_run
 
 #: What to do about files on a host that is not in the run.
 _LOST = "start that host again, or copy the file into this folder on any host of the run"
@@ -29,10 +30,10 @@ def require_whole(checkpoint: Path, *, allow_changed: bool = False, readers: Rea
     goes on from it; what their hosts lack is brought there. Raises ``CheckpointError`` on every rank that names the
     damaged file and the newest whole checkpoint before this one.
     """
-    finding = _examined(checkpoint, allow_changed)
+    finding = _examined(checkpoint, allow_changed, readers)
     if not finding.damage:
         return [*finding.notes, *(bring(checkpoint, readers) if readers is not None else [])]
-    older = [path for path in _listed(checkpoint.parent) if -1 < step_of(path) < step_of(checkpoint)]
+    older = [path for path in listed_in(checkpoint.parent) if -1 < step_of(path) < step_of(checkpoint)]
     # Lazily, the newest first: each look reads a whole checkpoint. Collective, and `older` is the same on every rank.
     before = next((path for path in older if not _problem(_examined(path, allow_changed))), None)
     hint = f"take {before}, the newest whole one before it" if before else "there is no whole one before it"
@@ -59,9 +60,9 @@ def newest_whole(
     Raises ``CheckpointError`` on every rank if there are some and none is whole.
     """
     lines: list[str] = []
-    listed = _listed(folder)
+    listed = listed_in(folder)
     for path in listed:
-        finding = _examined(path, allow_changed)
+        finding = _examined(path, allow_changed, readers)
         brought = bring(path, readers) if readers is not None and not finding.damage else []
         problem = _problem(finding, optimizer)
         if problem is None:
@@ -70,8 +71,10 @@ def newest_whole(
         lines.append(f"{path} is {'not whole' if is_lost else 'damaged'} and left as it is: {problem}")
     # None is whole: raise what is wrong with the newest.
     if listed:
-        require_checkpoint(listed[0], optimizer)
         require_whole(listed[0], allow_changed=allow_changed)
+        with agreement("looking for a checkpoint"):
+            if rank_here() == 0:
+                require_checkpoint(listed[0], optimizer)
     return None, []
 
 
@@ -122,13 +125,17 @@ def state_notes(checkpoint: Path) -> list[str]:
     return notes
 
 
-def _listed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder on any host, the newest first."""
-    names = names_anywhere([path.name for path in checkpoints_in(folder)])
+def listed_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder on any host, or in the store of the run, the newest first."""
+    store = store_of_run(folder)
+    names = names_anywhere([path.name for path in checkpoints_in(folder)]) if store is None else store.arrive()
     return sorted((folder / name for name in names), key=step_of, reverse=True)
 
 
-def _examined(checkpoint: Path, allow_changed: bool) -> Finding:
+def _examined(checkpoint: Path, allow_changed: bool, readers: Readers | None = None) -> Finding:
+    store = store_of_run(checkpoint.parent)
+    if store is not None:
+        store.fetch(checkpoint, readers)
     finding = examine(checkpoint, allow_changed=allow_changed)
     if rank_here() == 0:
         remember(finding)

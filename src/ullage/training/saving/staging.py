@@ -42,7 +42,7 @@ from ullage.checkpoint.core.manifest import (
 )
 from ullage.core.errors import CheckpointError, TrainingError, UllageError
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, require_same_folder
-from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
+from ullage.training.saving.damage import LOST, examine, is_damaged, name_for_damaged
 
 #: The staging folder of files that are put into a folder one by one.
 PARTIAL = "_partial"
@@ -127,7 +127,7 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
 
     owner = _owner(staged, look)
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
-    damaged = bool(examine(target).damage)
+    damaged = any(damage.kind != LOST for damage in examine(target).damage)
     owners, blocks, crcs = _summed(place, owner)
     host = f"{socket.gethostname()} (rank {owner})" if len(set(owners)) > 1 else None
     text = manifest_text(blocks, crcs, host) if owner == rank_here() else ""

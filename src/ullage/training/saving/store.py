@@ -141,6 +141,12 @@ class RunStore:
                     _LOG.warning("%s/%s was never uploaded whole, and is removed", self.url, folder)
         return [folder for folder, names in there.items() if manifest_name() in names]
 
+    def names(self) -> list[str]:
+        """The names of the checkpoints in the store, whole or not."""
+        with _in_one_line(self.url):
+            found = {name.partition("/")[0] for name in self._store.look(self._key()) if "/" in name}
+        return sorted(name for name in found if name.startswith(_CHECKPOINT))
+
     def has(self, names: Iterable[str]) -> bool:
         """Whether one of these files lies in the folder of the run."""
         with _in_one_line(self.url):
@@ -201,7 +207,7 @@ class RunStore:
                 # From here on the folder is no checkpoint, also if one of this step lay there.
                 before = self._store.look(key)
                 self._store.write(f"{key}/{MARK}", token.encode())
-                self._remove(key, before)
+                _remove(self._store, key, before)
         here = _files_of(checkpoint) if checkpoint.is_dir() else {}
         told = gather((disk.owner, here if disk.is_mine else None))
         first: dict[str, tuple[int, int]] = {}
@@ -232,18 +238,6 @@ class RunStore:
         self._store.write(f"{key}/{manifest_name()}", (checkpoint / manifest_name()).read_bytes())
         self._store.remove([f"{key}/{MARK}"])
 
-    def delete(self, checkpoint: Path) -> None:
-        """Remove a checkpoint of the store."""
-        key = self._key(checkpoint.name)
-        with _in_one_line(str(checkpoint)):
-            self._remove(key, self._store.look(key))
-
-    def _remove(self, key: str, names: Iterable[str]) -> None:
-        """The manifests first: what has none is no checkpoint."""
-        names = sorted(names, key=lambda name: name != manifest_name())
-        self._store.remove([f"{key}/{name}" for name in names[:1]])
-        self._store.remove([f"{key}/{name}" for name in names[1:]])
-
     def send_run_files(self) -> None:
         """Upload what lies beside the checkpoints and has changed; the first rank does."""
         if rank_here() != 0:
@@ -264,6 +258,20 @@ class RunStore:
         """Remove the working folder of a run that is over."""
         if self.is_done and process == os.getpid() and is_first_of_machine():
             shutil.rmtree(self.folder.parent, ignore_errors=True)
+
+
+def delete_remote(checkpoint: Path) -> None:
+    """Remove a checkpoint of a store."""
+    store, key = store_at(checkpoint), key_of(checkpoint)
+    with _in_one_line(str(checkpoint)):
+        _remove(store, key, store.look(key))
+
+
+def _remove(store: Store, key: str, names: Iterable[str]) -> None:
+    """The manifest first: what has none is no checkpoint."""
+    names = sorted(names, key=lambda name: name != manifest_name())
+    for some in (names[:1], names[1:]):
+        store.remove([f"{key}/{name}" for name in some])
 
 
 def _files_of(checkpoint: Path) -> dict[str, int]:
