@@ -166,7 +166,8 @@ def _whole(situation: Situation, command: TrainCommand) -> tuple[Path, list[str]
         newest, lines = newest_whole(checkpoint.parent, allow_changed=allow, readers=readers)
         assert newest is not None  # there was one
         checkpoint = newest
-    lines.append(f"{situation.reason}continues from {checkpoint}")
+    shown = checkpoint if checkpoint.parent != command.folder else f"{command.place}/{checkpoint.name}"
+    lines.append(f"{situation.reason}continues from {shown}")
     return checkpoint, lines if command.parallel.asked else [*lines, *state_notes(checkpoint)]
 
 
@@ -209,7 +210,7 @@ def _look_at(command: TrainCommand, checkpoints: list[Path], elsewhere: bool = F
     if _finished(record, folder):
         return Situation(summary=record["summary"])
     if checkpoints:
-        return Situation(checkpoints[-1], reason=f"{folder} holds this run, unfinished: ")
+        return Situation(checkpoints[-1], reason=f"{command.place} holds this run, unfinished: ")
     return Situation()
 
 

@@ -69,7 +69,7 @@ class Finding:
         """The error of a checkpoint that is damaged."""
         first = self.damage[0]
         return CheckpointError(
-            "this checkpoint is damaged",
+            "this checkpoint is not whole on the hosts of this run" if self.is_lost else "this checkpoint is damaged",
             where=str(self.checkpoint / first.name),
             expected=first.expected,
             found=f"{first.found}{self._others}",
@@ -77,9 +77,14 @@ class Finding:
         )
 
     @property
+    def is_lost(self) -> bool:
+        """Whether all that is wrong is that files lie on hosts which are not in this run."""
+        return bool(self.damage) and all(damage.kind == LOST for damage in self.damage)
+
+    @property
     def _others(self) -> str:
-        count = len(self.damage) - 1
-        return f", and {count} more damaged {'file' if count == 1 else 'files'}" if count else ""
+        count, kind = len(self.damage) - 1, "such" if self.is_lost else "damaged"
+        return f", and {count} more {kind} {'file' if count == 1 else 'files'}" if count else ""
 
 
 def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
@@ -143,7 +148,7 @@ def remember(finding: Finding) -> None:
     """
     with contextlib.suppress(OSError):
         mark = finding.checkpoint / MARK
-        if all(d.kind == LOST for d in finding.damage) and finding.damage:
+        if finding.is_lost:
             return
         if finding.damage:
             mark.write_text("".join(f"{d.name}: expected {d.expected}, found {d.found}\n" for d in finding.damage))

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ullage.core.errors import CheckpointError
 from ullage.ranks.world import agreement, gather, rank_here
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
-from ullage.training.saving.damage import LOST, Finding, examine, remember
+from ullage.training.saving.damage import Finding, examine, remember
 from ullage.training.saving.parts import Readers, bring, names_anywhere
 from ullage.training.saving.store import store_of_run
 
@@ -37,7 +37,7 @@ def require_whole(checkpoint: Path, *, allow_changed: bool = False, readers: Rea
     # Lazily, the newest first: each look reads a whole checkpoint. Collective, and `older` is the same on every rank.
     before = next((path for path in older if not _problem(_examined(path, allow_changed))), None)
     hint = f"take {before}, the newest whole one before it" if before else "there is no whole one before it"
-    if finding.damage[0].kind == LOST:
+    if finding.is_lost:
         hint += f"; {_LOST}"
     if any(damage.kind in ("size", "changed") for damage in finding.damage):
         hint += f"; if the file was changed on purpose: {_ALLOW}"
@@ -67,8 +67,8 @@ def newest_whole(
         problem = _problem(finding, optimizer)
         if problem is None:
             return path, [*lines, *finding.notes, *brought]
-        is_lost = bool(finding.damage) and all(damage.kind == LOST for damage in finding.damage)
-        lines.append(f"{path} is {'not whole' if is_lost else 'damaged'} and left as it is: {problem}")
+        what = "not whole on the hosts of this run" if finding.is_lost else "damaged"
+        lines.append(f"{path} is {what} and left as it is: {problem}")
     # None is whole: raise what is wrong with the newest.
     if listed:
         require_whole(listed[0], allow_changed=allow_changed)
