@@ -44,6 +44,7 @@ _LOG = logging.getLogger(__name__)
 _CHECKPOINT = "checkpoint-"
 #: Files of a run that a start reads.
 _OURS = "ullage_"
+_PROBE = ".writable"
 #: By working folder, the stores of this process.
 _stores: dict[Path, RunStore] = {}
 
@@ -128,6 +129,9 @@ class RunStore:
         return whole
 
     def _tidy(self) -> list[str]:
+        # What would fail at the first save fails now.
+        self._store.write(self._key(_PROBE), b"")
+        self._store.remove([self._key(_PROBE)])
         there: dict[str, set[str]] = {}
         for name in self._store.look(self._key()):
             folder, _, inner = name.partition("/")
