@@ -30,6 +30,7 @@ from ullage.training.saving.damage import examine, is_damaged
 from ullage.training.saving.parts import Readers, bring
 from ullage.training.saving.staging import (
     PARTIAL,
+    Disk,
     disk_of,
     finish_whole,
     incomplete,
@@ -113,7 +114,7 @@ class WholeCheckpointMixin(_Base):
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
             # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
             # here.
-            if best == final or best.exists():
+            if best == final or best.exists() or store_of_run(run_dir) is not None:
                 self.state.best_model_checkpoint = str(best)
 
         snapshot = None if background is None else background.snapshot()
@@ -140,15 +141,9 @@ class WholeCheckpointMixin(_Base):
                 with agreement("writing a checkpoint"), one_line(final):
                     snapshot.write()
             disk = finish_whole(staged, _require_written)
-            limit, store = self.args.save_total_limit, store_of_run(run_dir)
-            if store is not None:
+            if (store := store_of_run(run_dir)) is not None:
                 store.send(final, disk)
-                with agreement("deleting older checkpoints"):
-                    if rank_here() == 0:
-                        rotate(store.place, limit, best, keep=final)
-                limit = 1  # the others are in the store
-            if disk.is_mine:
-                rotate(run_dir, limit, best, keep=final)
+            self._rotate(run_dir, self.args.save_total_limit, best, final, disk)
 
         if background is None or snapshot is None:
             finish()
@@ -158,6 +153,19 @@ class WholeCheckpointMixin(_Base):
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
+
+    @staticmethod
+    def _rotate(
+        run_dir: Path, limit: int | None, best: str | None, keep: Path | None, disk: Disk | None = None
+    ) -> None:
+        """Delete older checkpoints on every disk, and in the store of the run. Collective."""
+        store, disk = store_of_run(run_dir), disk or disk_of(run_dir)
+        with agreement("deleting older checkpoints"):
+            if store is not None and rank_here() == 0:
+                rotate(store.place, limit, best, keep)
+            if disk.is_mine:
+                # A working folder needs the newest and the best: the others are in the store.
+                rotate(run_dir, limit if store is None else 1, best, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
@@ -226,9 +234,7 @@ class WholeCheckpointMixin(_Base):
             output = super()._finalize_training(trial, *args, **kwargs)
         best = self.state.best_model_checkpoint
         if best is not None and limit == 1:
-            folder = Path(self._get_output_dir(trial))
-            if disk_of(folder).is_mine:
-                rotate(folder, 1, best, keep=None)
+            self._rotate(Path(self._get_output_dir(trial)), 1, best, None)
         return output
 
 
