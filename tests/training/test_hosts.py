@@ -17,7 +17,9 @@ from tests.support.small_runs import losses
 from ullage.checkpoint.core.paths import checkpoint_path, key_of, store_at
 from ullage.ranks.world import gather
 from ullage.training.saving import store
-from ullage.training.saving.parts import Readers
+from ullage.training.saving.damage import examine
+from ullage.training.saving.parts import Readers, bring
+from ullage.training.saving.staging import write_whole
 
 #: The same path on every rank; each has a working directory of its own, which stands for the disk of a host.
 RUN = Path("/proc/self/cwd/run")
@@ -104,6 +106,56 @@ def test_a_host_needs_what_its_ranks_read():
     assert Readers(4, 2).need(names, [2, 3]) == ["latest", *shards[2:], "rng_state_2.pth", "rng_state_3.pth"]
     for other in (Readers(2, 2), Readers(4, 3), Readers(4, 0)):  # another layout reads ranges of all shards
         assert other.need(names, [1]) == ["latest", *shards, "rng_state_1.pth"]
+
+
+def lost_and_away(rank, world, root):
+    """A host of three gets a new disk; another one comes back with an older save of the step."""
+    on_host(rank, world, root)
+    place, said = RUN / "checkpoint-4", []
+
+    def save(text):
+        def write(folder):
+            folder.mkdir(parents=True)
+            (folder / f"rng_state_{rank}.pth").write_text("drawn")
+            if rank < 2:  # as each saw the run
+                (folder / "trainer_state.json").write_text(f"{text} by {rank}")
+
+        write_whole(place, write)
+
+    def look():
+        finding = examine(place)
+        notes = [re.sub(r"[^ ]+ (\(rank)", r"HOST \1", note) for note in bring(place, Readers(world, 0))]
+        held = {path.name: path.read_text() for path in place.iterdir() if "_" in path.stem and path.suffix != ".pth"}
+        again = examine(place)
+        state = held["trainer_state.json"]
+        said.append(
+            (str(finding.damage), notes, state, str(again.damage), sorted(p.name for p in place.parent.iterdir()))
+        )
+
+    save("old")
+    remove_on(0, rank, place)
+    look()
+    if rank == 2:
+        shutil.copytree(place, "away")
+    save("new")
+    if rank == 2:
+        shutil.rmtree(place)
+        Path("away").rename(place)
+    look()
+    return said
+
+
+@pytest.mark.distributed
+def test_a_new_disk_and_a_host_that_was_away_get_what_the_others_have(tmp_path):
+    said = processes.values(processes.run(lost_and_away, 3, str(tmp_path)))
+    lines = [
+        f"/proc/self/cwd/run/checkpoint-4: HOST (rank {rank}) is sent 1 file, 8 B, by HOST (rank {source})"
+        for rank, source in ((0, 1), (2, 1), (2, 0))
+    ]
+    for rank, (new, away) in enumerate(said):
+        assert new == ["()", lines[:2], "old by 1", "()", ["checkpoint-4"]]
+        folders = ["checkpoint-4", "checkpoint-4.damaged"] if rank == 2 else ["checkpoint-4"]
+        assert away == ["()", lines[2:], f"new by {rank % 2}", "()", folders]
 
 
 def beside_store(rank, world, root, options):

@@ -148,8 +148,10 @@ def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> 
     path.write_text(manifest_text(blocks, crcs), encoding="utf-8")
 
 
-def manifest_text(blocks: Sequence[Block], crcs: Sequence[int], host: str | None = None) -> str:
-    """The content of such a manifest. ``host``: who wrote the files, where other hosts wrote others."""
+def manifest_text(
+    blocks: Sequence[Block], crcs: Sequence[int], host: str | None = None, save: str | None = None
+) -> str:
+    """The content of such a manifest. ``host``, ``save``: where other hosts wrote others, who wrote these, and when."""
     files: dict[str, Any] = {}
     for block, crc in zip(blocks, crcs, strict=True):
         entry = files.setdefault(block.name, {"bytes": block.file_bytes, "crc32": []})
@@ -157,7 +159,7 @@ def manifest_text(blocks: Sequence[Block], crcs: Sequence[int], host: str | None
     content = {
         "format": FORMAT,
         "version": VERSION,
-        **({} if host is None else {"host": host}),
+        **({} if host is None else {"host": host, "save": save}),
         "block_bytes": BLOCK_BYTES,
         "files_crc32": _sum_of(files),
         "files": files,
@@ -186,8 +188,8 @@ def read_manifests(folder: Path) -> Manifest | None:
             status = path.stat()
             # Inode and time tell disks apart: the same path on two machines may be two files of equal content.
             identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
-            listed, host = _blocks_by_file(path, text)
-            saved.add(zlib.crc32(text))
+            listed, host, save = _blocks_by_file(path, text)
+            saved.add(save or f"{zlib.crc32(text):08x}")
         except (OSError, CheckpointError) as error:
             damage.append(Damage(path.name, "changed", "a manifest", str(error)))
             continue
@@ -211,7 +213,7 @@ def read_manifests(folder: Path) -> Manifest | None:
             elsewhere += [replace(block, name=place + block.name) for block in inner.elsewhere]
             hosts |= {place + name: host for name, host in inner.hosts.items()}
     found = tuple(b for own in blocks.values() for b in own)
-    save = " ".join(f"{crc:08x}" for crc in sorted(saved))
+    save = " ".join(sorted(saved))
     return Manifest(folder, found, " ".join(identity), tuple(damage), tuple(elsewhere), hosts, save)
 
 
@@ -303,8 +305,8 @@ def _is_ours(path: Path) -> bool:
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
 
 
-def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], str | None]:
-    """The blocks by file, and the host that wrote them.
+def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], str | None, str | None]:
+    """The blocks by file, the host that wrote them, and the save that they are of.
 
     Raises ``CheckpointError`` for what is no manifest, or is not as it was written.
     """
@@ -328,7 +330,8 @@ def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], st
                 Block(name, block.offset, block.num_bytes, block.file_bytes, int(crc, 16))
                 for block, crc in zip(blocks, entry["crc32"], strict=True)
             ]
-        return listed, None if content.get("host") is None else str(content["host"])
+        host, save = (None if content.get(name) is None else str(content[name]) for name in ("host", "save"))
+        return listed, host, save
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -99,24 +99,21 @@ def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     if manifest is not None and manifest.hosts and is_first_of_machine():
         listed = {block.name for block in manifest.blocks}
     told = gather((identity, None if manifest is None else (manifest.save, bool(manifest.hosts)), listed))
-    said = [each[:2] for each in told]
-    has_manifest = any(own is not None for _, own in said)
-    if manifest is not None and is_other_save(manifest, next(own for _, own in said if own is not None)):
-        manifest, identity = None, ""  # of a host that was away: it is not what the others have, and is set aside
-    held = {
-        name for _, own, names in told if names and manifest is not None and own[0] == manifest.save for name in names
-    }
+    first = next((save for _, save, _ in told if save is not None), None)
     # Ranks of equal identity see one folder on one disk and divide its blocks; each other disk is read by its own
     # ranks.
-    group = [rank for rank, (other, _) in enumerate(said) if other == identity]
+    group = [rank for rank, (other, *_) in enumerate(told) if other == identity]
     part, parts = group.index(rank_here()), len(group)
     found: list[Damage] = []
     changed: list[str] = []
-    if identity and manifest is not None:
-        found += manifest.damage
-        found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
-        found += _lost(manifest, held)
-    elif identity and not has_manifest:
+    if identity and manifest is not None and first is not None:
+        # That of a host which was away meanwhile is not what the others have: it is set aside, and says nothing.
+        if not is_other_save(manifest, first):
+            held = {name for _, save, names in told if names and save == first for name in names}
+            found += manifest.damage
+            found += damage_in(checkpoint, share_of_blocks(manifest.blocks, part, parts))
+            found += _lost(manifest, held)
+    elif identity and first is None:
         # Nowhere a manifest. Where only this rank sees none, it has nothing to compare and says nothing.
         found += _cut_files(checkpoint, part, parts)
     if allow_changed:
@@ -127,7 +124,7 @@ def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     # Later entries overwrite, so reversed: for each file the lowest rank's finding, the same everywhere.
     damage = {d.name: d for own, _ in reversed(told) for d in own}
     names = sorted({name for _, own in told for name in own} - damage.keys())
-    return Finding(checkpoint, has_manifest, tuple(damage[name] for name in sorted(damage)), tuple(names))
+    return Finding(checkpoint, first is not None, tuple(damage[name] for name in sorted(damage)), tuple(names))
 
 
 def is_damaged(checkpoint: Path) -> bool:

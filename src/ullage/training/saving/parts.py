@@ -24,14 +24,22 @@ from typing import Any
 
 import torch
 
-from ullage.checkpoint.core.manifest import Block, Manifest, copies_of_manifests, elsewhere_name, read_manifests
+from ullage.checkpoint.core.manifest import (
+    Block,
+    Manifest,
+    copies_of_manifests,
+    elsewhere_name,
+    manifest_name,
+    manifest_text,
+    read_manifests,
+)
 from ullage.core.display import size
 from ullage.core.errors import CheckpointError
 from ullage.ranks import Axis
 from ullage.ranks.wire import all_to_all_bytes
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, several_ranks
 from ullage.training.saving.damage import is_other_save, name_for_damaged, of_one_rank
-from ullage.training.saving.staging import disk_of, one_line, staging_of
+from ullage.training.saving.staging import disk_of, name_of_host, one_line, staging_of
 
 _SHARD = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 
@@ -77,7 +85,8 @@ class Readers:
 class _Part:
     """What lies on one disk: by file the blocks of those here, of all that are listed, and texts of all manifests."""
 
-    ranks: tuple[int, ...] = ()
+    host: str
+    ranks: tuple[int, ...]
     manifest: Manifest | None = None
     files: dict[str, list[Block]] = field(default_factory=dict)
     listed: dict[str, list[Block]] = field(default_factory=dict)
@@ -99,12 +108,14 @@ def bring(checkpoint: Path, readers: Readers) -> list[str]:
     if len(parts) == 1 or first is None or first.manifest is None:
         return []
     _set_aside(checkpoint, parts, first.manifest)
-    whole = {name: blocks for part in parts.values() for name, blocks in part.listed.items()}
-    holders = {name: min((o for o, p in parts.items() if name in p.files), default=None) for name in whole}
+    names = sorted({name for part in parts.values() for name in part.listed})
+    holders = {name: min((o for o, p in parts.items() if name in p.files), default=None) for name in names}
+    # Of a file that several hosts wrote, each as it saw the run, the one that is sent.
+    whole = {name: parts[owner].files[name] for name, owner in holders.items() if owner is not None}
     lacking: dict[str, list[int]] = {}
     for owner, part in parts.items():
-        for name in readers.need(whole, part.ranks):
-            if name not in part.files and holders[name] is not None:
+        for name in readers.need(names, part.ranks):
+            if name not in part.files and name in whole:
                 lacking.setdefault(name, []).append(owner)
     if not lacking:
         return []
@@ -118,15 +129,15 @@ def bring(checkpoint: Path, readers: Readers) -> list[str]:
         if receiver.problem is not None:
             raise receiver.problem
         if disk.is_mine and (receiver.received or not checkpoint.is_dir()):
-            receiver.put_in_place(first.texts, parts[disk.owner].texts)
-    return _said(checkpoint, whole, lacking, first.manifest.hosts, holders)
+            receiver.put_in_place(first, parts[disk.owner])
+    return _said(checkpoint, whole, lacking, {owner: part.host for owner, part in parts.items()}, holders)
 
 
 def _said(
     checkpoint: Path,
     whole: dict[str, list[Block]],
     lacking: dict[str, list[int]],
-    hosts: dict[str, str],
+    hosts: dict[int, str],
     holders: dict[str, int | None],
 ) -> list[str]:
     """One line for each pair of hosts."""
@@ -136,15 +147,14 @@ def _said(
         names = [name for *_, name in each]
         num_bytes = sum(whole[name][0].file_bytes for name in names)
         files = "1 file" if len(names) == 1 else f"{len(names)} files"
-        source = hosts.get(names[0]) or f"the host of rank {holder}"
-        lines.append(f"{checkpoint}: the host of rank {owner} is sent {files}, {size(num_bytes)}, by {source}")
+        lines.append(f"{checkpoint}: {hosts[owner]} is sent {files}, {size(num_bytes)}, by {hosts[holder]}")
     return lines
 
 
 def _look(checkpoint: Path, ranks: tuple[int, ...]) -> _Part:
     """This disk's part of a checkpoint."""
     manifest = read_manifests(checkpoint)
-    part = _Part(ranks, manifest)
+    part = _Part(name_of_host(rank_here()), ranks, manifest)
     if manifest is None:
         return part
     for block in manifest.blocks:
@@ -162,7 +172,7 @@ def _set_aside(checkpoint: Path, parts: dict[int, _Part], first: Manifest) -> No
     for owner, part in parts.items():
         if part.manifest is not None and is_other_save(part.manifest, (first.save, bool(first.hosts))):
             others.append(owner)
-            parts[owner] = _Part(part.ranks)
+            parts[owner] = _Part(part.host, part.ranks)
     with agreement("setting an older checkpoint aside"), one_line(checkpoint):
         if rank_here() in others:
             checkpoint.rename(name_for_damaged(checkpoint))
@@ -176,6 +186,7 @@ class _Receiver:
         self._axis = Axis.world()
         self.problem: Exception | None = None
         self.received: list[str] = []
+        self._blocks: list[Sequence[Block]] = []
 
     def __enter__(self) -> _Receiver:
         if self._is_owner:
@@ -199,6 +210,7 @@ class _Receiver:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     file = stack.enter_context(open(path, "wb"))
                     self.received.append(name)
+                    self._blocks.append(blocks)
             except OSError as error:
                 self.problem = self.problem or error
             for block in blocks:
@@ -241,16 +253,23 @@ class _Receiver:
         except Exception as error:
             self.problem = self.problem or error
 
-    def put_in_place(self, texts: dict[int, str], own: dict[int, str]) -> None:
-        """Give what was received its names in the checkpoint, with copies of the manifests of others."""
+    def put_in_place(self, first: _Part, own: _Part) -> None:
+        """Give what was received its names in the checkpoint, list it, and keep copies of the manifests of others."""
         self._checkpoint.mkdir(exist_ok=True)
-        for rank, text in texts.items():
-            if rank not in own:
+        for rank, text in first.texts.items():
+            if rank not in own.texts:
                 (self._checkpoint / elsewhere_name(rank)).write_text(text, encoding="utf-8")
         for name in self.received:
             path = self._checkpoint / name
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(self._staging / name, path)
+        assert first.manifest is not None
+        if first.manifest.hosts:  # else there is one manifest, of which the copy says all
+            blocks = [block for each in (*own.files.values(), *self._blocks) for block in each]
+            text = manifest_text(
+                blocks, [block.crc or 0 for block in blocks], name_of_host(rank_here()), first.manifest.save
+            )
+            (self._checkpoint / manifest_name(rank_here())).write_text(text, encoding="utf-8")
         shutil.rmtree(self._staging, ignore_errors=True)
 
 

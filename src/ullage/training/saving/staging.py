@@ -129,8 +129,8 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
     damaged = any(damage.kind != LOST for damage in examine(target).damage)
     owners, blocks, crcs = _summed(place, owner)
-    host = f"{socket.gethostname()} (rank {owner})" if len(set(owners)) > 1 else None
-    text = manifest_text(blocks, crcs, host) if owner == rank_here() else ""
+    host = name_of_host(owner) if len(set(owners)) > 1 else None
+    text = manifest_text(blocks, crcs, host, staged.mark[len(_MARK) : -1]) if owner == rank_here() else ""
     told = gather(text) if host is not None else {owner: text}
     with agreement("putting a checkpoint in its place"), one_line(target):
         if owner == rank_here() and place.is_dir():
@@ -176,6 +176,11 @@ class Disk:
     def is_mine(self) -> bool:
         """Whether this rank writes for the disk."""
         return self.owner == rank_here()
+
+
+def name_of_host(owner: int) -> str:
+    """This host, as people know it. ``owner``: of its disk."""
+    return f"{socket.gethostname()} (rank {owner})"
 
 
 def disk_of(folder: Path) -> Disk:
