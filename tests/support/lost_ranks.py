@@ -294,7 +294,11 @@ class Host:
             "-m", "tests.support.lost_ranks", str(folder), json.dumps(options),
         ]  # fmt: skip
         self.agent = psutil.Popen(
-            command, cwd=ROOT, stdout=self._log, stderr=self._log, env=environment(HOST=name, GLOO_SOCKET_IFNAME="lo", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            command,
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment(HOST=name, GLOO_SOCKET_IFNAME="lo", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         )
 
     def worker(self) -> int | None:

@@ -290,12 +290,16 @@ def root(tmp_path_factory):
 @pytest.mark.distributed
 def test_each_disk_has_a_manifest_of_what_lies_on_it(root):
     said = processes.values(processes.run(two_machines, WORLD, str(root)))
-    everything = {}
+    everything, elsewhere = {}, {}
     for machine, name in (("one", "manifest.json"), ("two", "manifest_2.json")):
-        listed = json.loads((root / machine / "saved" / name).read_text())["files"]
+        place = root / machine / "saved"
+        listed = json.loads((place / name).read_text())["files"]
         everything[machine] = sorted(listed)
-        assert sorted(path.name for path in (root / machine / "saved").iterdir()) == sorted([name, *listed])
+        [copy] = place.glob("elsewhere_*.json")
+        assert sorted(path.name for path in place.iterdir()) == sorted([name, copy.name, *listed])
+        elsewhere[copy.name] = sorted(json.loads(copy.read_text())["files"])
     assert everything == {"one": ["rng_state_0.pth", "rng_state_1.pth"], "two": ["rng_state_2.pth"]}
+    assert elsewhere == {"elsewhere_2.json": everything["two"], "elsewhere_0.json": everything["one"]}
     passed = [f"{Path('/proc/self/cwd/saved')}: taken as changed on purpose: rng_state_2.pth"]
     for rank in said:  # what one machine found, the ranks of the other know
         assert rank[0] == [[], [], []]

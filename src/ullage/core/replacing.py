@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,8 @@ def replacing(path: Path) -> Iterator[IO[str]]:
     It is written beside its place and renamed, so that no half file stands under the name. Raises ``OSError`` as
     opening, writing and renaming do.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Hosts that share a disk may have processes of one number.
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             yield file

@@ -51,8 +51,9 @@ from ullage.training.run.beginning import advice_for, refuse_dispatching, requir
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
-from ullage.training.saving.checkpoints import newest_unharmed, require_same_model
+from ullage.training.saving.checkpoints import WholeCheckpointMixin, newest_unharmed, require_same_model
 from ullage.training.saving.continuing import Continuation, Conversion
+from ullage.training.saving.store import adopt
 from ullage.training.setup import fsdp
 from ullage.training.setup.arguments import (
     PackingOptions,
@@ -157,6 +158,8 @@ class RaggedTrainerMixin(_Base):
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
+            if isinstance(self, WholeCheckpointMixin):
+                adopt(arguments)
             fsdp.require_possible(arguments)
             global_batch_of(arguments)
             options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data

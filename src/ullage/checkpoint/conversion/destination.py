@@ -121,7 +121,45 @@ def disk_error(error: OSError, where: Path, advice: str) -> InputError:
 
 #: A file up to this size is read and written by one request, many at a time; larger ones are left to the driver.
 _SMALL_BYTES = 8 << 20
-_MARK = f"{JOURNAL}/mark"
+#: The object in a folder of a store that says that it is not finished.
+MARK = f"{JOURNAL}/mark"
+
+
+def spool_of(*places: object) -> Path:
+    """The folder of this machine for files on their way between ``places``, which is found again by their names."""
+    name = hashlib.sha256("\n".join(map(str, places)).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"ullage-{os.getuid()}-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.getuid():
+        raise InputError("a folder of this name is there, of another user", where=str(folder), hint="set TMPDIR")
+    return folder
+
+
+def send_files(target: Path, paths: dict[str, Path], progress: Callable[[str], None] = lambda name: None) -> None:
+    """Upload files into a folder of a store, by their names there.
+
+    ``progress``: called with each name when its object is there, never by two threads at once.
+    """
+    store, turn = store_at(target), threading.Lock()
+    small = {name for name, path in paths.items() if path.stat().st_size <= _SMALL_BYTES}
+
+    def one(name: str) -> None:
+        key = f"{key_of(target)}/{name}"
+        if name in small:
+            store.write(key, paths[name].read_bytes())
+        else:
+            store.upload(paths[name], key)
+        with turn:
+            progress(name)
+
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        sent = pool.map(one, sorted(small))
+        # Large ones one after the other: the driver sends several parts of one at a time, each held in memory.
+        for name in paths:
+            if name not in small:
+                one(name)
+        list(sent)
 
 
 @dataclass
@@ -161,12 +199,7 @@ class Upload:
         Its name is that of source and target, so what an interrupted call left is found by the next one. An error of
         the disk or of the store in the context is an ``InputError``.
         """
-        name = hashlib.sha256(f"{self.inventory.folder}\n{self.target}".encode()).hexdigest()[:16]
-        folder = Path(tempfile.gettempdir()) / f"ullage-{os.getuid()}-{name}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if folder.is_symlink() or status.st_uid != os.getuid():
-            raise InputError("a folder of this name is there, of another user", where=str(folder), hint="set TMPDIR")
+        folder = spool_of(self.inventory.folder, self.target)
         with open(folder / "lock", "wb") as held:
             try:
                 lock(held)
@@ -198,14 +231,14 @@ class Upload:
         """
         there = self._store.look(key_of(self.target))
         if not there:
-            self._store.write(self._key(_MARK), self.mark.encode())
-        elif _MARK not in there or self._store.read(self._key(_MARK), 0, there[_MARK]) != self.mark.encode():
+            self._store.write(self._key(MARK), self.mark.encode())
+        elif MARK not in there or self._store.read(self._key(MARK), 0, there[MARK]) != self.mark.encode():
             raise InputError("the target exists", where=str(self.target), hint="remove it, or name another")
         return COMPLETE in there
 
     def withdraw(self) -> None:
         """Remove the mark of a conversion of which nothing was uploaded."""
-        self._store.remove([self._key(_MARK)])
+        self._store.remove([self._key(MARK)])
 
     def send(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Upload the files of ``folder``, but those that are there at their size, and compare all sizes at the end.
@@ -215,24 +248,12 @@ class Upload:
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         summary = paths.pop(COMPLETE)
         sizes = {name: path.stat().st_size for name, path in paths.items()}
-        there, turn = self._store.look(key_of(self.target)), threading.Lock()
-
-        def one(name: str) -> None:
-            if there.get(name) != sizes[name]:
-                if sizes[name] <= _SMALL_BYTES:
-                    self._store.write(self._key(name), paths[name].read_bytes())
-                else:
-                    self._store.upload(paths[name], self._key(name))
-            with turn:
+        there = self._store.look(key_of(self.target))
+        for name in sizes.keys() & there.keys():
+            if there[name] == sizes[name]:
+                del paths[name]
                 progress(sizes[name])
-
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            small = pool.map(one, [name for name, size in sizes.items() if size <= _SMALL_BYTES])
-            # Large ones one after the other: the driver sends several parts of one at a time, each held in memory.
-            for name, size in sizes.items():
-                if size > _SMALL_BYTES:
-                    one(name)
-            list(small)
+        send_files(self.target, paths, lambda name: progress(sizes[name]))
         there = self._store.look(key_of(self.target))
         for name, size in sizes.items():
             if there.get(name) != size:

@@ -3,16 +3,20 @@
 ``manifest.json`` lists every file of a folder with its size and a CRC-32 of each block of 16 MiB, so that a range of a
 file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Reading and summing
 release the GIL, so blocks are summed by several threads.
+
+Where a checkpoint lies on several disks, each has the manifest of its own part, and copies of the others' beside it
+(``elsewhere_8.json``). So any of its folders tells what belongs to the whole, and which host has it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,17 +73,28 @@ class Manifest:
         blocks: of all files, those of one file together and in order.
         identity: equal on all ranks that see the same files on the same disk.
         damage: manifests that cannot be read.
+        elsewhere: blocks of files that lie on other disks and not here, as far as copies of their manifests tell.
+        hosts: by file, the host that wrote it, for files of several disks: ``node-b (rank 8)``.
+        save: equal in all parts of a checkpoint that were saved together.
     """
 
     folder: Path
     blocks: tuple[Block, ...] = ()
     identity: str = ""
     damage: tuple[Damage, ...] = field(default=())
+    elsewhere: tuple[Block, ...] = ()
+    hosts: dict[str, str] = field(default_factory=dict)
+    save: str = ""
 
 
 def manifest_name(rank: int = 0) -> str:
     """The manifest of the disk that ``rank`` is the first to write to."""
     return f"manifest_{rank}.json" if rank else "manifest.json"
+
+
+def elsewhere_name(rank: int) -> str:
+    """The copy, on another disk, of the manifest of ``rank``."""
+    return f"elsewhere_{rank}.json"
 
 
 def files_in(folder: Path) -> list[tuple[str, int]]:
@@ -130,6 +145,13 @@ def sums(folder: Path, blocks: Sequence[Block], workers: int | None = None) -> l
 
 def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> None:
     """Write the manifest of files whose blocks have these sums."""
+    path.write_text(manifest_text(blocks, crcs), encoding="utf-8")
+
+
+def manifest_text(
+    blocks: Sequence[Block], crcs: Sequence[int], host: str | None = None, save: str | None = None
+) -> str:
+    """The content of such a manifest. ``host``, ``save``: where other hosts wrote others, who wrote these, and when."""
     files: dict[str, Any] = {}
     for block, crc in zip(blocks, crcs, strict=True):
         entry = files.setdefault(block.name, {"bytes": block.file_bytes, "crc32": []})
@@ -137,47 +159,68 @@ def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> 
     content = {
         "format": FORMAT,
         "version": VERSION,
+        **({} if host is None else {"host": host, "save": save}),
         "block_bytes": BLOCK_BYTES,
         "files_crc32": _sum_of(files),
         "files": files,
     }
-    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    return json.dumps(content) + "\n"
 
 
 def read_manifests(folder: Path) -> Manifest | None:
     """The content of the manifests in ``folder``; None if it has none.
 
     A manifest that cannot be read is damage, not an error. Where two of them list a file (folders of several machines
-    that were put together), the first one counts.
+    that were put together), the first one counts. What the copy of another disk's manifest lists and is here, is
+    listed as if it had been written here.
     """
     paths = _manifests(folder)
     if not paths:
         return None
     blocks: dict[str, list[Block]] = {}
+    elsewhere: list[Block] = []
+    hosts: dict[str, str] = {}
     damage: list[Damage] = []
-    identity = []
+    identity, saved = [], set()
     for path in paths:
         try:
             text = path.read_bytes()
             status = path.stat()
             # Inode and time tell disks apart: the same path on two machines may be two files of equal content.
             identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
-            listed = _blocks_by_file(path, text)
+            listed, host, save = _blocks_by_file(path, text)
+            saved.add(save or f"{zlib.crc32(text):08x}")
         except (OSError, CheckpointError) as error:
             damage.append(Damage(path.name, "changed", "a manifest", str(error)))
             continue
         for name, own in listed.items():
-            blocks.setdefault(name, own)
+            if host is not None:
+                hosts.setdefault(name, host)
+            if name in blocks:
+                continue
+            if path.name.startswith("elsewhere") and not (folder / name).is_file():
+                elsewhere += own
+            else:
+                blocks[name] = own
     # A manifest that is listed as a file speaks for its folder; its blocks get their names from here.
     for nested in sorted({Path(name).parent for name in blocks if _is_manifest_name(Path(name).name)}):
         inner = read_manifests(folder / nested)
         if inner is not None:
+            place = f"{nested.as_posix()}/"
             damage += [Damage(f"{nested}/{d.name}", d.kind, d.expected, d.found) for d in inner.damage]
             for block in inner.blocks:
-                name = f"{nested.as_posix()}/{block.name}"
-                moved = Block(name, block.offset, block.num_bytes, block.file_bytes, block.crc)
-                blocks.setdefault(name, []).append(moved)
-    return Manifest(folder, tuple(b for own in blocks.values() for b in own), " ".join(identity), tuple(damage))
+                blocks.setdefault(place + block.name, []).append(replace(block, name=place + block.name))
+            elsewhere += [replace(block, name=place + block.name) for block in inner.elsewhere]
+            hosts |= {place + name: host for name, host in inner.hosts.items()}
+    found = tuple(b for own in blocks.values() for b in own)
+    save = " ".join(sorted(saved))
+    return Manifest(folder, found, " ".join(identity), tuple(damage), tuple(elsewhere), hosts, save)
+
+
+def copies_of_manifests(folder: Path) -> dict[int, str]:
+    """The texts of the manifests in ``folder``, those of other disks too, by the rank that wrote each."""
+    ranks = ((path, re.sub(r"\D", "", path.stem)) for path in _manifests(folder))
+    return {int(rank or 0): path.read_text(encoding="utf-8") for path, rank in ranks}
 
 
 def around(folder: Path) -> Iterator[tuple[Manifest, str]]:
@@ -238,17 +281,22 @@ def damage_in(
 # The file
 
 
+_NAME = re.compile(r"manifest(_\d+)?\.json|elsewhere_\d+\.json")
+
+
 def _is_manifest_name(name: str) -> bool:
-    stem = name.removeprefix("manifest").removesuffix(".json")
-    return name.startswith("manifest") and name.endswith(".json") and (not stem or stem[1:].isdecimal())
+    return _NAME.fullmatch(name) is not None
 
 
 def _manifests(folder: Path) -> list[Path]:
-    """The manifests in ``folder``, the first machine's first; files of that name that others wrote are left out."""
+    """The manifests in ``folder``, the first machine's first; files of that name that others wrote are left out.
+
+    Copies of those of other disks come last.
+    """
     if not folder.is_dir():
         return []
-    found = [path for path in folder.glob("manifest*.json") if _is_manifest_name(path.name) and path.is_file()]
-    return sorted(filter(_is_ours, found), key=lambda path: (len(path.name), path.name))
+    found = [path for path in folder.glob("*.json") if _is_manifest_name(path.name) and path.is_file()]
+    return sorted(filter(_is_ours, found), key=lambda path: (path.name[0] == "e", len(path.name), path.name))
 
 
 def _is_ours(path: Path) -> bool:
@@ -257,8 +305,11 @@ def _is_ours(path: Path) -> bool:
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
 
 
-def _blocks_by_file(path: Path, text: bytes) -> dict[str, list[Block]]:
-    """The blocks by file. Raises ``CheckpointError`` for what is no manifest, or is not as it was written."""
+def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], str | None, str | None]:
+    """The blocks by file, the host that wrote them, and the save that they are of.
+
+    Raises ``CheckpointError`` for what is no manifest, or is not as it was written.
+    """
     try:
         content = json.loads(text)
         if content["format"] != FORMAT or content["version"] != VERSION:
@@ -279,7 +330,8 @@ def _blocks_by_file(path: Path, text: bytes) -> dict[str, list[Block]]:
                 Block(name, block.offset, block.num_bytes, block.file_bytes, int(crc, 16))
                 for block, crc in zip(blocks, entry["crc32"], strict=True)
             ]
-        return listed
+        host, save = (None if content.get(name) is None else str(content[name]) for name in ("host", "save"))
+        return listed, host, save
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -136,6 +136,10 @@ class Store:
         """Write a file of this machine as an object; a large one in parts, as the driver does it."""
         self._retry(key, partial(self.system.put_file, str(local), key))
 
+    def download(self, key: str, local: Path) -> None:
+        """Write an object as a file of this machine."""
+        self._retry(key, partial(self.system.get_file, key, str(local)))
+
     def remove(self, keys: list[str]) -> None:
         """Remove objects, those that are there."""
 

@@ -22,7 +22,7 @@ from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import AdapterArguments, TrainCommand
 from ullage.core.errors import CheckpointError, InputError, UllageError
 from ullage.core.replacing import replacing
-from ullage.ranks.world import agreement, is_first_of_machine
+from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, several_ranks
 from ullage.training.run.log_file import LOG
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
@@ -33,7 +33,9 @@ from ullage.training.saving.checkpoints import (
     step_of,
 )
 from ullage.training.saving.continuing import AUTO
-from ullage.training.saving.resuming import newest_whole, require_whole, state_notes
+from ullage.training.saving.parts import Readers
+from ullage.training.saving.resuming import listed_in, newest_whole, require_whole, state_notes
+from ullage.training.saving.store import delete_remote, store_of_run
 
 if TYPE_CHECKING:
     from ullage.training import Trainer
@@ -123,8 +125,13 @@ def look_at(command: TrainCommand) -> Situation:
         # come to its end, so nobody looks before a save that was moved aside is back in its place.
         if is_first_of_machine():
             put_back(command.folder)
+    checkpoints = listed_in(command.folder)[::-1]
+    named = _named(command)
+    if named is not None and (store := store_of_run(named.parent)) is not None:
+        store.fetch(named, Readers.of(command.training))
+    elsewhere = any(gather(named is not None and named.is_dir()))
     with agreement("looking at the output folder"):
-        situation = _look_at(command)
+        situation = _look_at(command, checkpoints, elsewhere)
     if situation.checkpoint is None:
         return situation
     checkpoint, lines = _whole(situation, command)
@@ -136,7 +143,7 @@ def look_at(command: TrainCommand) -> Situation:
 def outlook(command: TrainCommand) -> str | None:
     """What a run would do with its output folder as it is; None where it would begin there. Changes nothing."""
     try:
-        situation = _look_at(command)
+        situation = _look_at(command, checkpoints_in(command.folder))
     except UllageError as error:
         return f"a run would be refused: {error}"
     if situation.summary is not None:
@@ -150,30 +157,38 @@ def _whole(situation: Situation, command: TrainCommand) -> tuple[Path, list[str]
     """The checkpoint that is whole, the named one or the newest in the folder, and lines to be printed. Collective."""
     checkpoint, allow = situation.checkpoint, command.run.allow_changed_checkpoint
     assert checkpoint is not None
+    readers = Readers.of(command.training)
     if situation.named:
-        lines = require_whole(checkpoint, allow_changed=allow)
+        lines = require_whole(checkpoint, allow_changed=allow, readers=readers)
         with agreement("looking at a checkpoint"):
             require_checkpoint(checkpoint)
     else:
-        newest, lines = newest_whole(checkpoint.parent, allow_changed=allow)
+        newest, lines = newest_whole(checkpoint.parent, allow_changed=allow, readers=readers)
         assert newest is not None  # there was one
         checkpoint = newest
-    lines.append(f"{situation.reason}continues from {checkpoint}")
+    shown = checkpoint if checkpoint.parent != command.folder else f"{command.place}/{checkpoint.name}"
+    lines.append(f"{situation.reason}continues from {shown}")
     return checkpoint, lines if command.parallel.asked else [*lines, *state_notes(checkpoint)]
 
 
-def _look_at(command: TrainCommand) -> Situation:
+def _named(command: TrainCommand) -> Path | None:
+    """The checkpoint that a call names."""
+    resume = command.training.resume_from_checkpoint
+    return None if resume is None or resume.lower() in (*LAST, "false") else Path(resume)
+
+
+def _look_at(command: TrainCommand, checkpoints: list[Path], elsewhere: bool = False) -> Situation:
+    """``checkpoints``: of the output folder, on any host. ``elsewhere``: whether a host has the one that is named."""
     folder = command.folder
     _require_place(folder)
     record = read_record(folder)
-    checkpoints = checkpoints_in(folder)
     resume = command.training.resume_from_checkpoint
     if resume is not None and resume.lower() != "false":
         named = resume.lower() not in LAST
         # ``--resume_from_checkpoint`` of a run that has ended, with the same settings, reports it again.
         if not named and _finished(record, folder) and not _changed(record, command):
             return Situation(summary=record["summary"] if record else None)
-        checkpoint = _to_resume(resume, folder, checkpoints)
+        checkpoint = Path(resume) if named and elsewhere else _to_resume(resume, folder, checkpoints)
         if checkpoint is not None:
             return Situation(checkpoint, notes=_notes_on_settings(checkpoint, command), named=named)
         if not _finished(record, folder) and record is not None:  # it ended before its first checkpoint
@@ -195,7 +210,7 @@ def _look_at(command: TrainCommand) -> Situation:
     if _finished(record, folder):
         return Situation(summary=record["summary"])
     if checkpoints:
-        return Situation(checkpoints[-1], reason=f"{folder} holds this run, unfinished: ")
+        return Situation(checkpoints[-1], reason=f"{command.place} holds this run, unfinished: ")
     return Situation()
 
 
@@ -213,11 +228,41 @@ def _require_place(folder: Path) -> None:
 def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
     if record is None or record.get("summary") is None:
         return False
-    return any((folder / name).is_file() for name in WEIGHT_FILES)
+    store = store_of_run(folder)
+    return any((folder / name).is_file() for name in WEIGHT_FILES) or (store is not None and store.has(WEIGHT_FILES))
+
+
+def share_settings(command: TrainCommand) -> bool:
+    """Have settings and log of the run on every host, as they stand where they were written last. Collective.
+
+    Returns whether this process could not read the settings before.
+    """
+    named = _named(command)
+    folder = command.folder if named is None else named.parent
+    if not several_ranks() or store_of_run(folder) is not None:
+        return False
+    names, told, known = (RECORD, LOG), [], read_record(folder) is not None
+    with agreement("looking at the settings of the run"):
+        if is_first_of_machine():
+            files = [folder / name for name in names if (folder / name).is_file()]
+            told = [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+    newest: dict[str, tuple[int, bytes]] = {}
+    for name, time, text in (each for own in gather(told) for each in own):
+        if name not in newest or time > newest[name][0]:
+            newest[name] = time, text
+    with agreement("sharing the settings of the run"):
+        if is_first_of_machine() and newest:
+            own = {name: text for name, _, text in told}
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, (_, text) in newest.items():
+                if own.get(name) != text:
+                    with replacing(folder / name) as file:
+                        file.write(text.decode())
+    return not known and bool(newest)
 
 
 def begin(command: TrainCommand, situation: Situation) -> None:
-    """Make the folder ready and write the settings down; one rank calls it, after all checks."""
+    """Make the folder ready and write the settings down; the first rank of each machine calls it, after all checks."""
     folder = command.folder
     folder.mkdir(parents=True, exist_ok=True)
     # What saves of ours left takes up room that this run may need.
@@ -226,6 +271,9 @@ def begin(command: TrainCommand, situation: Situation) -> None:
         # Other files in the folder are not touched.
         for path in checkpoints_in(folder):
             shutil.rmtree(path, ignore_errors=True)
+        if (store := store_of_run(folder)) is not None and rank_here() == 0:
+            for name in store.names():
+                delete_remote(store.place / name)
     write_record(folder, command, None)
 
 

@@ -285,4 +285,4 @@ def leave_page(command: TrainCommand, first: bool, say: Callable[[str], None]) -
     except Exception as error:  # a picture that cannot be drawn is no reason to fail a run that went well
         say(f"no report was written: {type(error).__name__}: {error}")
     else:
-        say(f"report: {page}")
+        say(f"report: {command.place}/{page.name}")

@@ -68,7 +68,7 @@ def save_and_summarize(command: TrainCommand, trainer: Trainer, progress: Progre
     # The Trainer writes what it left out once, in its last entry: sequences that were dropped, tokens that were cut.
     closing = next((row for row in reversed(history) if any(name.startswith("total_") for name in row)), {})
     return {
-        "model": str(command.training.output_dir),
+        "model": command.place,
         "steps": trainer.state.global_step,
         "resumed_at": progress.resumed_at,
         "first_loss": losses[0] if losses else None,
@@ -89,7 +89,10 @@ def save_and_summarize(command: TrainCommand, trainer: Trainer, progress: Progre
 
 def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, str]]) -> str:
     """A script that loads the model of a finished run and prints what it writes after ``sample``, or answers to it."""
-    folder = str(command.training.output_dir)
+    folder, before = command.place, ""
+    if "://" in folder:  # from_pretrained reads folders
+        folder = Path(folder).name
+        before = f"# first: fetch the files of {command.place}, but its checkpoints, into the folder {folder}\n"
     # Ours are registered with the Auto classes by their package; those of transformers need none of it.
     own = "import ullage.models\n" if type(model.config).__module__.startswith("ullage.") else ""
     code = ", trust_remote_code=True" if command.model.trust_remote_code else ""
@@ -110,7 +113,7 @@ def script_of(command: TrainCommand, model: Any, sample: str | list[dict[str, st
         how = ", eos_token_id=tokenizer.eos_token_id" if command.adapter.use_peft else ""
         begin = ', prompt["input_ids"].shape[1] :'
     return f"""\
-{own}{library}
+{before}{own}{library}
 
 model = {kind}.from_pretrained({folder!r}{code})
 tokenizer = AutoTokenizer.from_pretrained({folder!r}{code})

@@ -70,6 +70,7 @@ def _run(argv: list[str], first: bool) -> None:
         no_empty_folder,
         require_layout_of,
         revisions_before,
+        share_settings,
         write_record,
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
@@ -77,20 +78,23 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.progress import Writing, device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, save_and_summarize, script_of
+    from ullage.ranks.world import is_first_of_machine
     from ullage.training.step.metering import num_parameters
 
     command = parse(argv)
+    if not command.run.dry_run and share_settings(command):
+        command = parse(argv)  # a host that the run is new to
     require_adaptable(command)
     say = Voice(first, command.output.json)
     situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
     if situation.summary is not None:
-        say(f"{command.training.output_dir} holds this run, finished; --overwrite_output_dir starts over.")
+        say(f"{command.place} holds this run, finished; --overwrite_output_dir starts over.")
         say.result(situation.summary)
         return
     for note in situation.notes:
         say(note)
     if situation.there:
-        say.stopped(_how_to_continue(command.training.output_dir), situation.checkpoint)
+        say.stopped(_how_to_continue(command), situation.checkpoint)
         return
     say(device_line(command))
     if (missing := missing_device(command)) is not None:
@@ -129,10 +133,11 @@ def _run(argv: list[str], first: bool) -> None:
         if (advice := trainer.packing_advice("--packing_capacity {}")[0]) is not None:
             say(advice)
         with _written(command):
-            if first:
+            if is_first_of_machine():
                 begin(command, situation)
         if not _train(trainer, progress, command, situation.checkpoint, say):
             leave_page(command, first, say)
+            _send(command)
             return
         with trainer.rank_watch.on():
             summary = {**save_and_summarize(command, trainer, progress), "code": code}
@@ -140,7 +145,19 @@ def _run(argv: list[str], first: bool) -> None:
         if first:
             write_record(command.folder, command, summary)
     leave_page(command, first, say)
+    _send(command)
     say.result(summary)
+
+
+def _send(command: TrainCommand) -> None:
+    """Upload what the end of a run has written, where its output folder is a URL. Collective."""
+    from ullage.ranks.world import agreement
+    from ullage.training.saving.store import store_of_run
+
+    store = store_of_run(command.folder)
+    if store is not None:
+        with agreement("uploading the files of the run"):
+            store.send_run_files()
 
 
 def _model_of(
@@ -284,17 +301,17 @@ def _train(trainer: Trainer, progress: Progress, command: TrainCommand, checkpoi
     if signalled.number:
         how = "interrupted" if signalled.number == signal.SIGINT else "terminated"
         where = f"{how} at step {trainer.state.global_step} of {trainer.state.max_steps}"
-        say(f"{where}; {_how_to_continue(folder)}")
+        say(f"{where}; {_how_to_continue(command)}")
         sys.exit(signalled.exit_status)
     if stop.reached:
-        say.stopped(_how_to_continue(folder), checkpoints_in(folder)[-1])
+        say.stopped(_how_to_continue(command), checkpoints_in(folder)[-1])
     return not stop.reached
 
 
-def _how_to_continue(folder: Any) -> str:
+def _how_to_continue(command: TrainCommand) -> str:
     from ullage.training.saving.checkpoints import newest_unharmed
 
-    newest = newest_unharmed(folder)
+    newest = newest_unharmed(command.folder)
     if newest is None:
         return "before the first checkpoint; start again with the same command"
-    return f"{newest} is whole; continue with the same command and --resume_from_checkpoint"
+    return f"{command.place}/{newest.name} is whole; continue with the same command and --resume_from_checkpoint"

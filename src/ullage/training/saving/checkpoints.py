@@ -16,18 +16,22 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.core.manifest import manifest_name
+from ullage.checkpoint.core.paths import is_remote
 from ullage.core.errors import CheckpointError
 from ullage.core.replacing import replaced
-from ullage.ranks.world import agreement, is_first_of_machine
+from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
+from ullage.training.saving.parts import Readers, bring
 from ullage.training.saving.staging import (
     PARTIAL,
+    Disk,
+    disk_of,
     finish_whole,
     incomplete,
     not_written,
@@ -38,6 +42,7 @@ from ullage.training.saving.staging import (
     staging_of,
     write_into,
 )
+from ullage.training.saving.store import delete_remote, store_of_run
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
@@ -77,7 +82,17 @@ class WholeCheckpointMixin(_Base):
         if self._background is None:
             self._background = BackgroundSave(self)
         with self._background.run():
-            return super()._inner_training_loop(*args, **kwargs)
+            output = super()._inner_training_loop(*args, **kwargs)
+        self._send_run_files(is_done=True)
+        return output
+
+    def _send_run_files(self, is_done: bool = False) -> None:
+        """Upload what lies beside the checkpoints of a run that a store keeps. Collective."""
+        store = store_of_run(self.args.output_dir)
+        if store is not None:
+            with agreement("uploading the files of the run"):
+                store.send_run_files()
+            store.is_done = store.is_done or is_done
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -99,7 +114,7 @@ class WholeCheckpointMixin(_Base):
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
             # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
             # here.
-            if best == final or best.exists():
+            if best == final or best.exists() or store_of_run(run_dir) is not None:
                 self.state.best_model_checkpoint = str(best)
 
         snapshot = None if background is None else background.snapshot()
@@ -125,15 +140,16 @@ class WholeCheckpointMixin(_Base):
         if is_first_of_machine():
             remove_unfinished(run_dir)
         staged = stage_whole(final, write)
-        limit = self.args.save_total_limit if self.args.should_save else None
         best = self.state.best_model_checkpoint
 
         def finish() -> None:
             if snapshot is not None:
                 with agreement("writing a checkpoint"), one_line(final):
                     snapshot.write()
-            finish_whole(staged, _require_written)
-            rotate(run_dir, limit, best, keep=final)
+            disk = finish_whole(staged, _require_written)
+            if (store := store_of_run(run_dir)) is not None:
+                store.send(final, disk)
+            self._rotate(run_dir, self.args.save_total_limit, best, final, disk)
 
         if background is None or snapshot is None:
             finish()
@@ -143,6 +159,19 @@ class WholeCheckpointMixin(_Base):
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
+
+    @staticmethod
+    def _rotate(
+        run_dir: Path, limit: int | None, best: str | None, keep: Path | None, disk: Disk | None = None
+    ) -> None:
+        """Delete older checkpoints on every disk, and in the store of the run. Collective."""
+        store, disk = store_of_run(run_dir), disk or disk_of(run_dir)
+        with agreement("deleting older checkpoints"):
+            if store is not None and rank_here() == 0:
+                rotate(store.place, limit, best, keep)
+            if disk.is_mine:
+                # A working folder needs the newest and the best: the others are in the store.
+                rotate(run_dir, limit if store is None else 1, best, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
@@ -171,6 +200,7 @@ class WholeCheckpointMixin(_Base):
                 output_dir if output_dir is not None else self.args.output_dir or ".",
                 write_weights,
             )
+        self._send_run_files()
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -183,10 +213,14 @@ class WholeCheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
-        if self.state.best_model_checkpoint and best.is_dir():
+        store = store_of_run(best.parent)
+        if self.state.best_model_checkpoint and store is not None:
+            store.fetch(best, Readers.of(self.args))
+        if self.state.best_model_checkpoint and any(gather(best.is_dir())):
             finding = examine(best)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
+            bring(best, Readers.of(self.args))
         if (sharding := sharding_of(self.model)) is not None:
             sharding.load(best, self.model)
             return
@@ -205,8 +239,8 @@ class WholeCheckpointMixin(_Base):
         with replaced(self.args, "save_total_limit", None):
             output = super()._finalize_training(trial, *args, **kwargs)
         best = self.state.best_model_checkpoint
-        if self.args.should_save and best is not None and limit == 1:
-            rotate(Path(self._get_output_dir(trial)), 1, best, keep=None)
+        if best is not None and limit == 1:
+            self._rotate(Path(self._get_output_dir(trial)), 1, best, None)
         return output
 
 
@@ -243,17 +277,21 @@ def is_unfinished(path: Path) -> bool:
 def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
     """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
 
-    Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
+    ``run_dir`` may lie in a store. Damaged ones are not counted. Age is the time of writing, because a run that went
+    back writes lower steps again.
     """
     if limit is None or limit <= 0:
         return
     whole = [path for path in checkpoints_in(run_dir) if not is_damaged(path)]
-    kept = {path.resolve() for path in (keep, Path(best) if best else None) if path is not None}
-    protected = [path for path in whole if path.resolve() in kept]
+    kept = {path.name for path in (keep, Path(best) if best else None) if path is not None}
+    protected = [path for path in whole if path.name in kept]
     others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
     # Protected ones count towards the limit, and stay even where they are more than it allows: of five with a limit of
     # two, of which the best and the newest are protected, three go; with a limit of one, three as well.
     for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
+        if is_remote(path):
+            delete_remote(path)
+            continue
         # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
         away = staging_of(path)
         shutil.rmtree(away, ignore_errors=True)
@@ -270,7 +308,10 @@ def _written(checkpoint: Path) -> float:
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The whole checkpoints in an output folder, by rising step; [] if there are none or there is no folder."""
-    found = [path for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()]
+    folder = folder if is_remote(folder) else Path(folder)
+    found = [
+        path for path in cast(Path, folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()
+    ]
     return sorted(found, key=step_of)
 
 

@@ -39,7 +39,9 @@ from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.saving.checkpoints import put_back
+from ullage.training.saving.parts import Readers
 from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
+from ullage.training.saving.store import local_path, store_of_run
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
@@ -150,8 +152,12 @@ class Continuation:
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
+        store = store_of_run(self._trainer.args.output_dir)
+        if store is not None:
+            store.arrive()
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
+        asked = str(local_path(asked)) if isinstance(asked, (str, Path)) else asked
         args, begins = self._trainer.args, str(asked).lower() == AUTO
         # A save that was killed between its two renames may have moved the only good checkpoint aside.
         with agreement("looking for a checkpoint"):
@@ -159,12 +165,14 @@ class Continuation:
                 put_back(Path(args.output_dir or ".") if begins or asked is True else Path(asked).parent)
         if begins or asked is True:  # the last one, which transformers would look for by itself
             folder = Path(args.output_dir or ".")
-            checkpoint, notes = newest_whole(folder, allow_changed=allow_changed, optimizer=False)
+            checkpoint, notes = newest_whole(
+                folder, allow_changed=allow_changed, optimizer=False, readers=Readers.of(args)
+            )
         else:
             checkpoint = Path(asked)
-            if not any(gather(checkpoint.is_dir())):
+            if store_of_run(checkpoint.parent) is None and not any(gather(checkpoint.is_dir())):
                 return str(checkpoint)
-            notes = require_whole(checkpoint, allow_changed=allow_changed)
+            notes = require_whole(checkpoint, allow_changed=allow_changed, readers=Readers.of(args))
         if checkpoint is None:
             return None if begins else asked
         notes += state_notes(checkpoint)

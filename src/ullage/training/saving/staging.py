@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,15 +33,16 @@ from pathlib import Path
 from ullage.checkpoint.core.manifest import (
     Block,
     blocks_of,
+    elsewhere_name,
     files_in,
     manifest_name,
+    manifest_text,
     share_of_blocks,
     sums,
-    write_manifest,
 )
 from ullage.core.errors import CheckpointError, TrainingError, UllageError
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, require_same_folder
-from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
+from ullage.training.saving.damage import LOST, examine, is_damaged, name_for_damaged
 
 #: The staging folder of files that are put into a folder one by one.
 PARTIAL = "_partial"
@@ -106,8 +108,10 @@ def stage_whole(target: str | Path, write: Callable[[Path], None]) -> Staged:
     return _stage(staging, target, lambda _: write(staging / target.name))
 
 
-def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
+def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> Disk:
     """Sum what was written, list it in a manifest, flush it and give it its name. Collective.
+
+    Returns the disk of this rank.
 
     Any thread of a rank may do it (:func:`ullage.ranks.world.meeting_over`). ``check``: as for
     :func:`write_whole`.
@@ -123,15 +127,21 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
 
     owner = _owner(staged, look)
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
-    damaged = bool(examine(target).damage)
-    blocks, crcs = _summed(place, owner)
+    damaged = any(damage.kind != LOST for damage in examine(target).damage)
+    owners, blocks, crcs = _summed(place, owner)
+    host = name_of_host(owner) if len(set(owners)) > 1 else None
+    text = manifest_text(blocks, crcs, host, staged.mark[len(_MARK) : -1]) if owner == rank_here() else ""
+    told = gather(text) if host is not None else {owner: text}
     with agreement("putting a checkpoint in its place"), one_line(target):
         if owner == rank_here() and place.is_dir():
-            # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
-            write_manifest(place / manifest_name(owner), blocks, crcs)
+            # Order matters: manifests are the last files, all of it is on the disk, and only then the name is given.
+            for other in set(owners):
+                name = manifest_name(owner) if other == owner else elsewhere_name(other)
+                (place / name).write_text(told[other], encoding="utf-8")
             _flush(place)
             _put(place, target, damaged or is_damaged(target))
     _clear(staged, owner)
+    return Disk(owner, tuple(rank for rank, own in enumerate(owners) if own == owner))
 
 
 def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
@@ -148,6 +158,53 @@ def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
                 if not entry.name.startswith(_MARK):
                     _put(entry, folder / entry.name)
     _clear(staged, owner)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What ranks that see the same folder have in common.
+
+    Attributes:
+        owner: the lowest of them that is the first of its machine, which writes for all.
+        ranks: all of them.
+    """
+
+    owner: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank writes for the disk."""
+        return self.owner == rank_here()
+
+
+def name_of_host(owner: int) -> str:
+    """This host, as people know it. ``owner``: of its disk."""
+    return f"{socket.gethostname()} (rank {owner})"
+
+
+def disk_of(folder: Path) -> Disk:
+    """The disk that ``folder`` lies on, as seen by this rank; the folder is made. Collective."""
+    mark = _new_mark()
+    with agreement("looking which hosts share a disk"), one_line(folder):
+        if is_first_of_machine():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{mark}{rank_here()}").touch()
+    owner = _lowest(folder, mark)
+    owners = gather(owner)
+    if is_first_of_machine():
+        (folder / f"{mark}{rank_here()}").unlink(missing_ok=True)
+    return Disk(owners[rank_here()], tuple(rank for rank, own in enumerate(owners) if own == owner))
+
+
+def _new_mark() -> str:
+    # Nobody else knows the token, so the marks tell whether a folder is still the one that was made here.
+    return f"{_MARK}{gather(uuid.uuid4().hex)[0]}-"
+
+
+def _lowest(folder: Path, mark: str) -> int | None:
+    """The lowest rank whose mark is seen in ``folder``."""
+    return min((int(path.name.removeprefix(mark)) for path in folder.glob(f"{mark}*")), default=None)
 
 
 @dataclass(frozen=True)
@@ -173,8 +230,7 @@ def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged
         target: what it becomes part of, for recovery and for messages.
         write: called with ``staging`` on every rank.
     """
-    # Nobody else knows the token, so the marks tell whether the folder is still the one that was made here.
-    mark = f"{_MARK}{gather(uuid.uuid4().hex)[0]}-"
+    mark = _new_mark()
     with agreement("preparing to save"), one_line(target):
         if is_first_of_machine():
             if target.is_file():
@@ -202,8 +258,7 @@ def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
     """
     with agreement("checking what was written"):
         # No mark with this token: another process has removed the folder and perhaps made one of its own.
-        marks = staged.staging.glob(f"{staged.mark}*")
-        owner = min((int(path.name.removeprefix(staged.mark)) for path in marks), default=None)
+        owner = _lowest(staged.staging, staged.mark)
         if owner is None:
             raise _vanished(staged.target, staged.staging)
         if rank_here() == 0 and check is not None:
@@ -226,8 +281,8 @@ def _vanished(target: Path, staging: Path) -> CheckpointError:
     )
 
 
-def _summed(place: Path, owner: int) -> tuple[list[Block], list[int]]:
-    """The blocks of all files in ``place`` and their sums, read by the ranks of this disk together."""
+def _summed(place: Path, owner: int) -> tuple[list[int], list[Block], list[int]]:
+    """By rank the owner of its disk; the blocks of all files in ``place`` and their sums, by the ranks of the disk."""
     rank = rank_here()
     with agreement("listing a checkpoint"), one_line(place):
         files = files_in(place) if owner == rank else None
@@ -238,7 +293,8 @@ def _summed(place: Path, owner: int) -> tuple[list[Block], list[int]]:
     blocks = blocks_of(told[owner][1])
     with agreement("summing a checkpoint"), one_line(place):
         mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
-    return blocks, [crc for other, own in enumerate(gather(mine)) if other in group for crc in own]
+    crcs = [crc for other, own in enumerate(gather(mine)) if other in group for crc in own]
+    return [theirs for theirs, _ in told], blocks, crcs
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
