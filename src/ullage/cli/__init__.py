@@ -33,7 +33,8 @@ def _main() -> None:
 
         print(__version__)
         sys.exit(0)
-    from ullage.cli.leaving import can_leave, leave_at_once
+    from ullage.cli.leaving import can_leave
+    from ullage.core.leaving import leave_at_once
 
     try:
         _run()

@@ -41,6 +41,7 @@ from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
+from ullage.ranks.watching import RankWatch
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.shared import SharedPart
 from ullage.training.evaluator import Evaluator, evaluation_loader
@@ -49,10 +50,15 @@ from ullage.training.run.beginning import advice_for, refuse_dispatching, requir
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
-from ullage.training.saving.checkpoints import require_same_model
+from ullage.training.saving.checkpoints import newest_unharmed, require_same_model
 from ullage.training.saving.continuing import Continuation, Conversion
 from ullage.training.setup import fsdp
-from ullage.training.setup.arguments import PackingOptions, form_process_group, global_batch_of
+from ullage.training.setup.arguments import (
+    PackingOptions,
+    form_process_group,
+    global_batch_of,
+    lost_rank_timeout,
+)
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
@@ -115,7 +121,7 @@ class RaggedTrainerMixin(_Base):
 
     ``packing_loss``, on the class of a Trainer that computes a loss of its own, says how that loss is divided: "sum",
     "token_mean" or "sequence_mean" (:mod:`ullage.training.loss.divisions`); without it such a trainer is not packed.
-    ``meter``: the metrics of the run. ``stop``: the request to stop after a step.
+    ``meter``: the metrics of the run. ``stop``: the request to stop after a step. ``rank_watch``: notices lost ranks.
     """
 
     packing_loss: str | None = None
@@ -136,8 +142,11 @@ class RaggedTrainerMixin(_Base):
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
         self._packer = Packer(self, self._reader, self.meter, padded_loss_of, image_problem)
+        self.rank_watch = RankWatch(
+            limit=lambda: lost_rank_timeout(self.args), saved=self._what_is_saved, settle=self._background.join
+        )
         self._sharing = StepSharing(self, self._packer)
-        parts = (self.meter, self.stop, self._background, self._sharing)
+        parts = (self.meter, self.stop, self._background, self._sharing, self.rank_watch)
         self._steps = StepSource(self, self._reader, self._packer, *parts)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
@@ -198,9 +207,14 @@ class RaggedTrainerMixin(_Base):
         none: one call for a run that is started again and again, on whatever ranks there are.
         ``allow_changed_checkpoint`` takes files that were changed on purpose. Raises ``CheckpointError`` on every rank
         for a checkpoint that is damaged, naming the newest whole one before it, and for one of another model. With no
-        step left, nothing is trained.
+        step left, nothing is trained. Where another rank is lost, raises :class:`~ullage.ranks.watching.RankLost`, or
+        ends the process with status 75.
         """
-        whole = self._continuation.whole_checkpoint(resume_from_checkpoint, allow_changed_checkpoint)
+        with self.rank_watch.on():
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval, allow_changed_checkpoint)
+
+    def _train(self, resumed: Any, trial: Any, ignore_keys_for_eval: list[str] | None, allow_changed: bool) -> Any:
+        whole = self._continuation.whole_checkpoint(resumed, allow_changed)
         checkpoint = whole if isinstance(whole, str) else None
         if checkpoint is not None:
             require_same_model(getattr(self._reader.model, "config", None), checkpoint)
@@ -265,6 +279,17 @@ class RaggedTrainerMixin(_Base):
         with self._steps.epoch(**kwargs) as progress:
             if progress is not None:
                 super()._run_epoch(*args, **progress)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.rank_watch.end_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _what_is_saved(self) -> str:
+        """The checkpoint that a run goes on from, for a message; called in any thread."""
+        newest = newest_unharmed(self.args.output_dir or ".")
+        if newest is None:
+            return f"no checkpoint is in {self.args.output_dir} yet, so the run begins anew"
+        return f"{newest} is the newest whole checkpoint: go on from it"
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._continuation.settle_loss()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ullage.cli.leaving import leave_at_once
 from ullage.cli.train.help import TrainVerb
 from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, make_ready, one_line_errors, one_line_of
 from ullage.core.errors import InputError, TrainingError, UllageError, first_line
+from ullage.core.leaving import LOST, leave_at_once
 
 if TYPE_CHECKING:
     from ullage.cli.train.data import TakenSamples
@@ -51,7 +51,7 @@ def train(ctx: typer.Context) -> None:
         if first:
             raise
         # What the data is like, all ranks found alike; what one rank found alone, the others may not have heard of.
-        alone = isinstance(error.__cause__, OSError) or error.what == CANNOT_BEGIN
+        alone = isinstance(error.__cause__, OSError) or error.what == CANNOT_BEGIN or error.exit_status == LOST
         if alone and not error.told_to_all:
             typer.echo(f"ullage (rank {os.environ['RANK']}): {error}", err=True)
         # A launcher ends the others as soon as one is gone, and the first may still be loading libraries.
@@ -130,7 +130,8 @@ def _run(argv: list[str], first: bool) -> None:
         if not _train(trainer, progress, command, situation.checkpoint, say):
             leave_page(command, first, say)
             return
-        summary = {**save_and_summarize(command, trainer, progress), "code": code}
+        with trainer.rank_watch.on():
+            summary = {**save_and_summarize(command, trainer, progress), "code": code}
     with _written(command):
         if first:
             write_record(command.folder, command, summary)
@@ -278,10 +279,9 @@ def _train(trainer: Trainer, progress: Progress, command: TrainCommand, checkpoi
 
 
 def _how_to_continue(folder: Any) -> str:
-    from ullage.training.saving.checkpoints import checkpoints_in
-    from ullage.training.saving.damage import is_damaged
+    from ullage.training.saving.checkpoints import newest_unharmed
 
-    checkpoints = [checkpoint for checkpoint in checkpoints_in(folder) if not is_damaged(checkpoint)]
-    if not checkpoints:
+    newest = newest_unharmed(folder)
+    if newest is None:
         return "before the first checkpoint; start again with the same command"
-    return f"{checkpoints[-1]} is whole; continue with the same command and --resume_from_checkpoint"
+    return f"{newest} is whole; continue with the same command and --resume_from_checkpoint"

@@ -227,7 +227,7 @@ class BackgroundSave:
             yield
         finally:
             self.is_on = False
-            self._join()
+            self.join()
             if self.failure is not None:
                 _LOG.error("the checkpoint that was being written is not there: %s", self.failure)
                 self.failure = None
@@ -260,7 +260,7 @@ class BackgroundSave:
         """Wait for the save that is under way. Collective; raises on every rank if it failed on one."""
         if not self.is_on:
             return
-        self._join()
+        self.join()
         failure, self.failure = self.failure, None
         try:
             with agreement("writing a checkpoint in the background"):
@@ -269,8 +269,8 @@ class BackgroundSave:
         finally:
             failure = None  # its traceback refers to this frame
 
-    def _join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread; whether it has ended."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread, at most ``timeout`` seconds; whether it has ended. From any thread."""
         # In a process that was forked meanwhile, such as a worker of a DataLoader, there is no thread to wait for.
         if self._thread is not None and self._process == os.getpid():
             self._thread.join(timeout)
@@ -313,5 +313,5 @@ class BackgroundSave:
 @before_the_end
 def _let_go(until: float) -> bool:
     """Wait until ``until`` for saves that a run was left with; whether all have ended."""
-    ended = [save._join(max(0.0, until - time.monotonic())) for save in list(_running)]  # each, whatever the others
+    ended = [save.join(max(0.0, until - time.monotonic())) for save in list(_running)]  # each, whatever the others
     return all(ended)

@@ -268,6 +268,11 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def newest_unharmed(folder: str | Path) -> Path | None:
+    """The newest checkpoint in an output folder that is not damaged as far as sizes tell: no content is read."""
+    return next((path for path in reversed(checkpoints_in(folder)) if not is_damaged(path)), None)
+
+
 def step_of(checkpoint: Path) -> int:
     """The optimizer step that a folder ``checkpoint-N`` was saved after; -1 if its name tells none."""
     step = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")

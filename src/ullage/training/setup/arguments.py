@@ -96,6 +96,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "or fp16, the published peak of the device where it is known."
         },
     )
+    packing_lost_rank_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds after which a rank that gives no sign of life ends the run on all others, with status 75: "
+            "a launcher starts it again. Without it 60 s above the longest step seen; 0 is off."
+        },
+    )
     async_save: bool = field(
         default=False,
         metadata={
@@ -119,6 +126,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         self.packing_capacity = _read_capacity(self.packing_capacity)
+        lost_rank_timeout(self)
         super().__post_init__()
         join_deepspeed(self)
 
@@ -137,6 +145,14 @@ def _read_capacity(given: int | str | None) -> int | str | None:
     if isinstance(given, str) and given != AUTO:
         raise InputError("packing_capacity is not a capacity", expected="tokens a microbatch, or 'auto'", found=given)
     return given
+
+
+def lost_rank_timeout(arguments: Any) -> float | None:
+    """``packing_lost_rank_timeout``, in seconds. Raises ``InputError`` if it is negative."""
+    seconds = getattr(arguments, "packing_lost_rank_timeout", None)
+    if seconds is not None and not seconds >= 0:
+        raise InputError("packing_lost_rank_timeout is no time", expected="seconds, 0 for none, or None", found=seconds)
+    return seconds
 
 
 def join_deepspeed(arguments: Any) -> None:

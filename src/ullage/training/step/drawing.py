@@ -36,6 +36,7 @@ from ullage.core.errors import CheckpointError, DistributedError, TrainingError
 from ullage.core.layout import Int64
 from ullage.exchange.source import deal
 from ullage.ranks import Axis, agree
+from ullage.ranks.watching import RankWatch
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import SampleIndices, divide_exactly
@@ -169,6 +170,7 @@ class StepSource:
         stop: the request to stop, which the ranks agree on before every step.
         background: the save that may be under way, whose failure ends training before the next step.
         sharing: of steps over the ranks, where a global batch is asked for.
+        watch: over the ranks, which is told where this one is.
     """
 
     def __init__(
@@ -180,9 +182,11 @@ class StepSource:
         stop: StopFlag,
         background: BackgroundSave,
         sharing: StepSharing,
+        watch: RankWatch,
     ) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self._meter, self._stop, self._background, self._sharing = meter, stop, background, sharing
+        self._meter, self._stop, self._background = meter, stop, background
+        self._sharing, self._watch = sharing, watch
         self._epoch: Epoch | None = None
         self._indices: SampleIndices | None = None
         self._is_empty = False
@@ -317,6 +321,7 @@ class StepSource:
         self._is_empty = False
         if epoch.ended:
             return [], None
+        self._watch.begin_step()
         if self._sharing.is_on:
             return self._shared_step(epoch, epoch_iterator, device)
         if self._packer.packs_drawn:
@@ -541,6 +546,7 @@ class StepSource:
             return mine
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         # The first meeting of a step: whoever is ready early waits here for the last.
+        self._watch.end_drawing()
         with self._meter.times.measure("wait"):
             ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
