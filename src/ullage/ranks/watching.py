@@ -51,6 +51,8 @@ _MISSED = 4
 _TO_RAISE, _TO_LEAVE = 1.0, 15.0
 #: Seconds for a save under way, and for the look at what is saved.
 _TO_SETTLE, _TO_LOOK = 5.0, 3.0
+#: Seconds for a last word to the store, which may not answer.
+_LAST_WORD = 2.0
 #: What broken connections are called by those who raise a plain RuntimeError.
 _BROKEN = ("gloo", "nccl", "connection", "broken pipe", "timed out", "a collective failed", "another rank")
 
@@ -371,8 +373,14 @@ class _Threads:
             if self._over.is_set():
                 return
             error = self.error()
+        # A last word, so that nobody takes this rank for one that is lost.
+        self._last = {"state": _FAILED, "error": ""}
+        self._beat_now.set()
         _within(_TO_SETTLE, lambda: self._watch._settle(_TO_SETTLE))
         print(f"ullage (rank {self._own}): {error}", file=sys.stderr, flush=True)
+        self._over.set()
+        self._beat_now.set()
+        self._beating.join(_LAST_WORD)
         leave_at_once(LOST)
 
     # The main thread.
@@ -420,8 +428,8 @@ class _Threads:
             self._over.set()
         self._beat_now.set()
         if self._process == os.getpid():
-            self._beating.join(2.0)
-            self._deciding.join(2.0)
+            self._beating.join(_LAST_WORD)
+            self._deciding.join(_LAST_WORD)
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -289,7 +289,7 @@ class RaggedTrainerMixin(_Base):
         newest = newest_unharmed(self.args.output_dir or ".")
         if newest is None:
             return f"no checkpoint is in {self.args.output_dir} yet, so the run begins anew"
-        return f"{newest} is the newest whole checkpoint: go on from it"
+        return f"the newest whole checkpoint is {newest}: go on from it"
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._continuation.settle_loss()
