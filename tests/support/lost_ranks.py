@@ -162,7 +162,7 @@ class Story:
 class Lives:
     """Runs in ``place``; ``limit``: seconds after which a silent rank is lost."""
 
-    def __init__(self, place: Path, limit: float = 6.0, pause: float = 0.05) -> None:
+    def __init__(self, place: Path, limit: float = 10.0, pause: float = 0.05) -> None:
         self._place, self._limit, self._pause = place, limit, pause
         whole = self.live("whole", 0, Life(1), zero=0, async_save=False)
         assert not whole.problems, whole.problems

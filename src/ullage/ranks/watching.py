@@ -44,9 +44,9 @@ from ullage.ranks.wire import gather_objects
 #: Seconds above the longest step seen after which a silent rank is lost, unless a limit is given.
 _ABOVE_LONGEST = 60.0
 #: Seconds between two beats, at most; a quarter of a limit that is shorter. As many ranks as this double it.
-_BEAT, _MANY = 1.0, 64
+_BEAT, _MANY = 2.0, 64
 #: Beats that may be missed by a rank that lives, on a busy machine, before a broken collective is put down to it.
-_MISSED = 4
+_MISSED = 3
 #: Seconds that the main thread gets to raise by itself, or to come out of what it is in once it has.
 _TO_RAISE, _TO_LEAVE = 1.0, 15.0
 #: Seconds for a save under way, and for the look at what is saved.
@@ -54,7 +54,7 @@ _TO_SETTLE, _TO_LOOK = 5.0, 3.0
 #: Seconds for a last word to the store, which may not answer.
 _LAST_WORD = 2.0
 #: What broken connections are called by those who raise a plain RuntimeError.
-_BROKEN = ("gloo", "nccl", "connection", "broken pipe", "timed out", "a collective failed", "another rank")
+_BROKEN = ("gloo", "nccl", "connection", "broken pipe", "timed out", "a collective failed")
 
 #: What a rank tells in its beat: where it is. ``FAILED`` and ``GONE`` are its last.
 _RUNS, _FAILED, _GONE = "runs", "failed", "gone"
@@ -308,13 +308,15 @@ class _Threads:
         found = self._ended(others)
         for rank in others:
             state = rank.beat.get("state", _RUNS)
-            # What another rank has found, of a rank that is not this one.
+            # What another rank has found, of ranks other than this one: it lives, and hears of itself below.
             found |= {which: why for which, why in rank.beat.get("lost", ()) if which not in (self._own, _STORE)}
             silent = now - rank.heard
             if state == _RUNS and silent > limit:
                 found.setdefault(rank.rank, f"{self._state_of(rank)}no sign of life for {silent:.0f} s")
-            elif state == _FAILED and silent > limit:
-                found.setdefault(rank.rank, f"it failed {silent:.0f} s ago: {rank.beat.get('error') or 'no message'}")
+            elif state == _FAILED and silent > limit and rank.beat.get("error"):
+                found.setdefault(rank.rank, f"it failed {silent:.0f} s ago: {rank.beat['error']}")
+            elif state == _FAILED and self._own in dict(rank.beat.get("lost", ())):
+                found.setdefault(self._own, f"the others have given it up, {dict(rank.beat['lost'])[self._own]}")
         return found | self._hanging(now, limit)
 
     def _hanging(self, now: float, limit: float) -> dict[int, str]:
@@ -336,6 +338,7 @@ class _Threads:
                 continue
             # Its last word may be on its way: one more look at the store comes first.
             since = self._suspects.setdefault(rank.rank, self._contact)
+            self._beat_now.set()
             if self._contact > since or self._store_error:
                 found[rank.rank] = "its process has ended"
         return found
