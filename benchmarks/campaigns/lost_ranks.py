@@ -43,36 +43,37 @@ def main(
     results: Path = ROOT / "benchmarks" / "results",
 ) -> None:
     told: list[Story] = []
-    measured: dict[str, Any] = {}
+    path = results / f"lost_ranks_{date.today().isoformat()}.json"
     with tempfile.TemporaryDirectory() as place:
         lives = Lives(Path(place), limit)
+        measured = two_hosts(Path(place), lives) if hosts else {}
+        print(json.dumps(measured), flush=True)
         for seed in range(first, first + stories):
             told.append(lives.tell(Story.of(seed)))
             print(told[-1], flush=True)
-        if hosts:
-            measured = two_hosts(Path(place), lives)
-            print(json.dumps(measured), flush=True)
+            path.write_text(json.dumps(record(told, measured, limit), indent=1) + "\n")  # so far
     table = Table("seed", "ZeRO", "async", "lives", "problems")
-    for story in told:
-        words = [f"{life.ranks} {life.kind}{f' {life.rank} at {life.after}' * bool(life.kind)}" for life in story.lives]
-        table.add_row(
-            str(story.seed), str(story.zero), str(story.async_save), ", ".join(words), "; ".join(story.problems)
-        )
+    for each in told:
+        words = [f"{life.ranks} {life.kind}{f' {life.rank} at {life.after}' * bool(life.kind)}" for life in each.lives]
+        table.add_row(str(each.seed), str(each.zero), str(each.async_save), ", ".join(words), "; ".join(each.problems))
     Console(width=160).print(table)
-    wrong = sum(bool(story.problems) for story in told) + bool(measured.get("problems"))
-    kinds = Counter(life.kind for story in told for life in story.lives if life.kind)
-    twice = Counter(number for story in told for number in story.twice())
-    print(f"{len(told)} stories, {dict(kinds)}; lives by steps trained twice {dict(twice)}; {wrong} with a problem")
-    record = {
+    sums = record(told, measured, limit)
+    print(f"{len(told)} stories, {sums['kinds']}; lives by steps trained twice {sums['twice']}; {sums['wrong']} wrong")
+    path.write_text(json.dumps(sums, indent=1) + "\n")
+    print(path)
+    sys.exit(bool(sums["wrong"]))
+
+
+def record(told: list[Story], hosts: dict[str, Any], limit: float) -> dict[str, Any]:
+    """What is written down: the stories with their lives, and what they add up to."""
+    return {
         "date": date.today().isoformat(), "ullage": ullage.__version__, "torch": torch.__version__,
         "machine": platform.machine(), "processors": os.cpu_count(), "load": os.getloadavg()[0], "limit": limit,
-        "save_steps": EVERY, "wrong": wrong, "kinds": kinds, "twice": twice, "stories": [asdict(each) for each in told],
-        "hosts": measured,
+        "save_steps": EVERY, "wrong": sum(bool(each.problems) for each in told) + bool(hosts.get("problems")),
+        "kinds": Counter(life.kind for each in told for life in each.lives if life.kind),
+        "twice": Counter(number for each in told for number in each.twice()),
+        "hosts": hosts, "stories": [asdict(each) for each in told],
     }  # fmt: skip
-    path = results / f"lost_ranks_{date.today().isoformat()}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(path)
-    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
