@@ -39,10 +39,11 @@ class Report(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         # Every worker reports. The files come from one of each node: what its ranks have written lies in one folder.
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        is_first_here = ray.train.get_context().get_local_rank() == 0
-        checkpoint = ray.train.Checkpoint.from_directory(folder) if is_first_here else None
-        ray.train.report({"step": state.global_step}, checkpoint=checkpoint)
+        context, folder = ray.train.get_context(), Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        checkpoint = ray.train.Checkpoint.from_directory(folder) if context.get_local_rank() == 0 else None
+        losses = {row["step"]: row["loss"] for row in state.log_history if "loss" in row}
+        told = {"losses": losses, "workers": context.get_world_size(), "began_at": self.began_at}
+        ray.train.report(told, checkpoint=checkpoint)  # Ray keeps the figures that come with a checkpoint
 
 
 def train_on_a_worker(chosen):
@@ -52,7 +53,6 @@ def train_on_a_worker(chosen):
     from ullage.datasets import byte_tokenizer, docstrings, tokenize
     from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
-    context = ray.train.get_context()
     set_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=384, attn_implementation="ullage", **sizes))
@@ -69,16 +69,13 @@ def train_on_a_worker(chosen):
         disable_tqdm=True,
     )
     samples = tokenize(docstrings()[:600], byte_tokenizer(), max_length=256)
-    report = Report(chosen["lose_worker_at"])
-    trainer = Trainer(model, arguments, RaggedCollator(), samples, callbacks=[report])
+    trainer = Trainer(model, arguments, RaggedCollator(), samples, callbacks=[Report(chosen["lose_worker_at"])])
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         trainer.train()
     else:
         with checkpoint.as_directory() as folder:
             trainer.train(resume_from_checkpoint=folder)
-    losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
-    ray.train.report({"losses": losses, "workers": context.get_world_size(), "began_at": report.began_at})
 
 
 def main():
