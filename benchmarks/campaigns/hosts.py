@@ -139,6 +139,8 @@ class Hosts:
             "--rdzv-conf", conf, "--local-addr", address(host), WORKER, *arguments,
         ]  # fmt: skip
         network = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "HOST": str(host)}
+        # Agents that stayed would not tell one that comes where their shared store is (torch 2.13).
+        network["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with (self.place / f"host{host}.log").open("ab") as log:
             agent = subprocess.Popen(
                 list(map(str, command)),
