@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -82,12 +85,14 @@ def test_accelerate_launches_two_machines_which_train_to_the_losses_of_one_proce
         own = [given.get(before, word) for before, word in zip(["", *launch], launch, strict=False)]
         command = [sys.executable, "-m", "accelerate.commands.launch", *own, *small, "--output_dir", tmp_path / "two"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
-        started.append(subprocess.Popen(list(map(str, command)), env=environment(GLOO_SOCKET_IFNAME="lo"), **options))
+        options |= {"env": environment(GLOO_SOCKET_IFNAME="lo"), "start_new_session": True}
+        started.append(subprocess.Popen(list(map(str, command)), **options))
     try:
-        said = [process.communicate(timeout=240)[0] for process in started]
+        said = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # at which torchrun ends its ranks
     assert [process.returncode for process in started] == [0, 0], said[0][-3000:] + said[1][-3000:]
     assert [span.layout for span in read_run(tmp_path / "two").spans] == ["2 processes"]
     done = train_in(1, tmp_path, *small[3:], "--output_dir", "one")
