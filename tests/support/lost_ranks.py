@@ -49,6 +49,7 @@ def train(rank: int, folder: str, life: int | None, options: dict[str, Any]) -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+    from ullage.ranks.watching import RankLost
     from ullage.ranks.world import gather
     from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
 
@@ -101,7 +102,11 @@ def train(rank: int, folder: str, life: int | None, options: dict[str, Any]) -> 
     tell(begun=os.getpid(), started=psutil.Process().create_time(), imported=imported, ranks=arguments.world_size)
     trainer = Told(model, arguments, RaggedCollator(labels_from="input_ids"), data(), callbacks=[Steps()])
     with StopOnSignal(trainer) as stop:
-        trainer.train(resume_from_checkpoint="auto")
+        try:
+            trainer.train(resume_from_checkpoint="auto")
+        except RankLost as error:
+            tell(lost=str(error))
+            raise
     tell(done=trainer.state.global_step, status=stop.exit_status)
     if stop.exit_status:
         raise SystemExit(stop.exit_status)
@@ -280,7 +285,7 @@ class Host:
     """One machine of a run, on the loopback: an agent of torchrun's with one rank, both of which :meth:`kill` ends."""
 
     def __init__(self, name: str, folder: Path, port: int, options: dict[str, Any]) -> None:
-        rendezvous = f"is_host={int(name == 'first')},last_call_timeout=5,join_timeout=300,keep_alive_interval=1"
+        rendezvous = f"is_host={int(name == 'first')},last_call_timeout=5,join_timeout=300,keep_alive_interval=5"
         self._log = open(folder.with_name(f"{name}.log"), "a")  # noqa: SIM115  written to until the agent ends
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1",
@@ -348,14 +353,15 @@ def two_hosts(place: Path, lives: Lives, name: str = "hosts") -> dict[str, Any]:
         folder.with_name(f"{name}.killed").touch()
         worker, killed = first.worker(), time.time()
         second.kill()
-        noticed = until(lambda: first.worker() != worker)
+        left = until(lambda: first.worker() != worker)
         until(lambda: any(line.get("step") == 8 and "ids" in line for line in lines(1)))
         alone = [line for line in lines(1) if line["at"] > killed]
         begun = next(line for line in alone if "begun" in line)
         ready = next(line for line in alone if "ready" in line)
         trained = next(line for line in alone if "ids" in line)
-        parts = (killed, noticed, begun["started"], begun["imported"], begun["at"], ready["at"], trained["at"])
-        names = ("noticing", "rendezvous", "imports", "model_and_group", "reading", "first_step")
+        noticed = min((line["at"] for line in lines(2) if "lost" in line), default=left)
+        parts = (killed, noticed, left, begun["started"], begun["imported"], begun["at"], ready["at"], trained["at"])
+        names = ("noticing", "leaving", "rendezvous", "imports", "model_and_group", "reading", "first_step")
         seconds = {name: round(b - a, 2) for name, a, b in zip(names, parts, parts[1:])}
         seconds["steps_lost"] = 5 - ready["ready"]
         hosts.append(Host("second", folder, port, options))
@@ -377,7 +383,7 @@ def two_hosts(place: Path, lives: Lives, name: str = "hosts") -> dict[str, Any]:
     lived = [[path.name.partition("-")[0], _lines(path)[0]["ranks"]] for path in told.iterdir()]
     ranks = [number for _, number in sorted({tuple(each) for each in lived})]
     if ranks[-3:] != [2, 1, 2]:
-        problems.append(f"lives on {ranks} ranks")
+        problems.append(f"lives on {ranks} ranks: {text[-3000:]}")
     return {"seconds": seconds, "apart": apart, "problems": problems}
 
 
