@@ -56,4 +56,13 @@ def test_sigterm_after_the_other_rank_was_killed_ends_at_once(server, tmp_path):
     left = server.script("signal_script.py", "killed", *arguments(tmp_path, "run", *TRAINER))
     assert left.statuses == [143, -9]  # by itself: the server would have killed it, long before a collective's time-out
     assert "ullage (rank 0): stopped at once, without others: " in left.logs[0]
+
+
+def test_the_loss_of_the_other_rank_is_one_line_and_a_status_of_its_own(server, tmp_path):
+    left = server.script("signal_script.py", "lost", *arguments(tmp_path, "run", *TRAINER))
+    assert left.statuses == [75, -9]
+    assert "a rank is lost (noticed by rank 0 on " in left.logs[0]
+    assert "found rank 1 on " in left.logs[0]
+    assert "its process has ended" in left.logs[0]
+    assert "Traceback" not in left.logs[0]
     assert "Traceback" not in left.logs[0]

@@ -1,7 +1,7 @@
 """``ullage train`` in which rank 1 gets signals in the fourth step: ``signal_script.py CASE ARGUMENTS...``.
 
 ``once``: SIGTERM. ``twice``: SIGTERM, and again while the main thread is stuck outside of Python. ``killed``: rank 1 is
-killed in the middle of a step, and rank 0 gets SIGTERM then.
+killed in the middle of a step, and rank 0 gets SIGTERM then. ``lost``: rank 1 is killed, and nobody tells rank 0.
 """
 
 import ctypes
@@ -24,7 +24,10 @@ def happens():
     steps += 1
     if steps != 4:
         return
-    if case == "killed":
+    if case == "lost":
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "killed":
         os.kill(os.getpid(), signal.SIGKILL if rank else signal.SIGTERM)
     elif rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)

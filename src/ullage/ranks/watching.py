@@ -47,6 +47,8 @@ _ABOVE_LONGEST = 60.0
 _BEAT, _MANY = 2.0, 64
 #: Beats that may be missed by a rank that lives, on a busy machine, before a broken collective is put down to it.
 _MISSED = 3
+#: Seconds between two looks of the thread that decides, once it suspects something.
+_URGENT = 0.2
 #: Seconds that the main thread gets to raise by itself, or to come out of what it is in once it has.
 _TO_RAISE, _TO_LEAVE = 1.0, 15.0
 #: Seconds for a save under way, and for the look at what is saved.
@@ -213,6 +215,8 @@ class _Threads:
         """Start watching: all ranks tell each other who they are. Collective; None where there is no store."""
         try:
             client = _client()
+            # A store in a file keeps every beat for ever.
+            client = client if client.has_extended_api() else None
         except Exception:  # of a backend with a rendezvous of its own
             client = None
         here = _this_machine()
@@ -274,8 +278,8 @@ class _Threads:
     # The thread that decides: it never waits for another process.
 
     def _decides(self) -> None:
-        before = time.monotonic()
-        while not self._over.wait(self.interval):
+        before, pause = time.monotonic(), self.interval
+        while not self._over.wait(pause):
             now = time.monotonic()
             if now - before > 2 * self.interval + 2.0:
                 # This process was stopped, or held up, itself: the others have had no chance to be heard.
@@ -289,6 +293,8 @@ class _Threads:
                 self._deadline = now + _TO_RAISE
             if self._deadline is not None and now > self._deadline:
                 self._leave()
+            urgent = self._suspects or self._deadline is not None
+            pause = min(_URGENT, self.interval) if urgent else self.interval
 
     def _forgive(self, seconds: float) -> None:
         self._contact += seconds
