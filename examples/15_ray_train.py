@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--storage", default=None, help="where Ray keeps checkpoints; by default a temporary folder")
     chosen = parser.parse_args()
     if not ray.is_initialized():
-        own = {"num_cpus": max(chosen.workers), "include_dashboard": False}
+        own = {"address": "local", "num_cpus": max(chosen.workers), "include_dashboard": False}
         ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
     try:
         with tempfile.TemporaryDirectory() as scratch:
