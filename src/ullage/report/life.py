@@ -19,7 +19,7 @@ _MOST_NAMED, _LEAST_WIDTH = 4, 0.05
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ProcessSpan:
     """What one process of a run did; times in seconds since 1970, None where the log has none.
 
     Attributes:
@@ -61,7 +61,7 @@ class Stretch:
 class Life:
     """The stretches of a run, in order; ``max_steps``: where it is to end, where known."""
 
-    stretches: Sequence[Stretch] = field(default_factory=tuple)
+    stretches: Sequence[ProcessSpan] = field(default_factory=tuple)
     max_steps: int | None = None
 
     @property
@@ -102,7 +102,7 @@ def read_life(events: Sequence[Event], max_steps: int | None) -> Life:
             groups.append([])
         if groups:
             groups[-1].append(event)
-    found: list[Stretch] = []
+    found: list[ProcessSpan] = []
     least = None  # the step that a later process went on from
     for group in reversed(groups):
         found.append(_stretch(group, least))
@@ -114,7 +114,7 @@ def read_life(events: Sequence[Event], max_steps: int | None) -> Life:
     return Life(found, max_steps)
 
 
-def _stretch(group: Sequence[Event], least: int | None) -> Stretch:
+def _stretch(group: Sequence[Event], least: int | None) -> ProcessSpan:
     begin = group[0]
     start, reached = begin["step"], max(each["step"] for each in group)
     kept = reached if least is None else max(start, min(reached, least))
@@ -124,7 +124,7 @@ def _stretch(group: Sequence[Event], least: int | None) -> Stretch:
     # The first step of a stretch belongs to the time down before it.
     until = max((each["time"] for each in steps if each["step"] <= kept), default=steps[0]["time"] if steps else began)
     started = begin.get("started")
-    return Stretch(
+    return ProcessSpan(
         str(begin.get("layout", "unknown")),
         start,
         reached,
@@ -138,7 +138,7 @@ def _stretch(group: Sequence[Event], least: int | None) -> Stretch:
     )
 
 
-def down(stretches: Sequence[Stretch], number: int) -> float:
+def down(stretches: Sequence[ProcessSpan], number: int) -> float:
     """Seconds without a step before a stretch; 0 where the clocks of two machines disagree."""
     return max(0.0, stretches[number].resumed - stretches[number - 1].stopped)
 
