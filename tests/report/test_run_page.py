@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
+from tests.support.drawn_page import DrawnPage
 from tests.support.train_verb import history, texts, train, train_in
 from ullage import __version__
 from ullage.cli import main
@@ -34,7 +35,7 @@ from ullage.report.run import (
 )
 from ullage.report.run_page import PAGE, run_page, write_run_page
 from ullage.training.run.log_file import LOG, append, read_log
-from ullage.training.run.run_log import RunLog
+from ullage.training.run.run_log import RunLog, command_line
 from ullage.training.setup.arguments import published_peak
 
 #: Numbers of every row of a packed run that the page draws.
@@ -255,6 +256,93 @@ def test_rows_beyond_the_checkpoint_that_a_run_continues_from_are_superseded(tmp
     assert len((tmp_path / LOG).read_text().splitlines()) == 2
 
 
+TWO, ONE = "2 processes, ZeRO 2", "1 process"
+
+
+def killed_twice(folder: Path, *more: tuple) -> Path:
+    """The log of a run that was killed in step 13, and again before its next checkpoint."""
+    folder.mkdir(exist_ok=True)
+    lived = [
+        (100, "begin", 0, {"layout": TWO, "max_steps": 30, "started": 90}),
+        *((100 + 3 * step, "log", step, {"values": {"loss": 9.0 - step}}) for step in range(1, 11)),
+        (131, "save", 10, {}),
+        (137, "step", 12, {}),
+        (190, "begin", 10, {"layout": ONE, "max_steps": 30, "started": 160}),
+        (193, "step", 11, {}),
+        (240, "log", 20, {"values": {"loss": -1.0}}),
+        (300, "begin", 10, {"layout": TWO, "max_steps": 30, "started": 270}),
+        (303, "step", 11, {}),
+        (400, "log", 25, {"values": {"loss": -2.0}}),
+        *more,
+    ]
+    lines = (json.dumps({"event": event, "time": time, "step": step, **facts}) for time, event, step, facts in lived)
+    (folder / LOG).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_the_life_of_a_run_is_told_by_its_log_alone(tmp_path):
+    run = read_run(killed_twice(tmp_path))
+    told = [(each.layout, each.start, each.reached, each.kept) for each in run.life.stretches]
+    assert told == [(TWO, 0, 12, 10), (ONE, 10, 20, 10), (TWO, 10, 25, 25)]
+    record = run_record(run)
+    assert {name: record[name] for name in ("restarts", "steps_lost", "seconds_lost", "seconds_down")} == {
+        "restarts": 2,
+        "steps_lost": 2 + 10,
+        "seconds_lost": (137 - 131) + (240 - 193),
+        "seconds_down": (193 - 137) + (303 - 240),
+    }
+    assert [each["ended"] for each in record["life"]] == ["lost", "lost", "no end in the log"]
+    table = dict(row[:2] for row in run_figures([run]))
+    assert (table["restarts"], table["steps lost and trained again"], table["time down"]) == ("2", "12", "1 min 59 s")
+    page = DrawnPage(run_page([run]))
+    assert [box.style for box in page.bar("time")] == ["c0", "c0 d2", "c1 d2", "c0"]
+    first = page.bar("time")[0]
+    assert (first.x, first.width) == (0, pytest.approx(100 * 31 / 300, abs=0.01))
+    assert [(box.style, box.width) for box in page.bar("steps")] == [("c0", 33.333), ("c0", 50.0)]
+    said = " ".join("".join(page.text).split())
+    assert "1 min 59 s down: 53 s until a process was started, 1 min 00 s until it trained" in said
+    # What stood before still does: rows that were trained again count once.
+    assert [step for step, _ in run.values("loss")] == [*range(1, 11), 25]
+
+
+@pytest.mark.parametrize(
+    ("more", "ended", "restarts"),
+    [
+        ([(401, "end", 25, {})], "stopped", 2),
+        ([(410, "log", 30, {"values": {"loss": -3.0}}), (411, "end", 30, {})], "done", 2),
+        # The same command again finds the run done.
+        ([(411, "end", 30, {}), (500, "begin", 30, {"max_steps": 30}), (501, "end", 30, {})], "done", 2),
+    ],
+)
+def test_how_a_life_ended_is_said(tmp_path, more, ended, restarts):
+    life = read_run(killed_twice(tmp_path, *more)).life
+    assert (life.how_it_ended(life.restarts), life.restarts) == (ended, restarts)
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_keeps_its_life_and_another_run_does_not(tmp_path):
+    facts = {"model": "M", "max_steps": 9, "run": {"seed": 1, "learning_rate": 0.1, "command": "torchrun 1"}}
+    moved = {**facts, "layout": "1 process", "run": {**facts["run"], "command": "torchrun 2", "batch": 4}}
+    write(tmp_path, ("begin", 0, facts), row(1, 2.0), row(2, 1.0), ("begin", 0, moved), row(1, 2.0))
+    life = read_run(tmp_path).life
+    assert (life.restarts, life.steps_lost) == (1, 2)
+    assert read_run(tmp_path).values("loss") == [(1, 2.0)]
+    write(tmp_path, ("begin", 0, {**facts, "run": {"seed": 2}}), row(1, 2.0))
+    assert read_run(tmp_path).life.restarts == 0
+    write(tmp_path, ("end", 1, {}), ("begin", 0, {**facts, "run": {"seed": 2}}))
+    assert read_run(tmp_path).life.restarts == 0
+
+
+def test_a_process_tells_of_its_first_step_and_no_row_passes_in_silence(tmp_path, monkeypatch):
+    log = logged(tmp_path, True)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9)
+    for state.global_step in (1, 2, 3):
+        monkeypatch.setattr("ullage.training.run.run_log._SILENCE", 5.0 if state.global_step < 3 else 0.0)
+        log.on_step_end(None, state, None)
+    events = read_log(tmp_path)
+    assert [each["step"] for each in events if each["event"] == "step"] == [1, 3]
+    assert 0 < events[0]["started"] <= events[0]["time"]
+
+
 def test_half_a_line_is_left_out_and_the_next_process_begins_a_new_one(tmp_path):
     write(tmp_path, begin(0), row(1, 2.0), ("save", 1, {}))
     with (tmp_path / LOG).open("a") as file:
@@ -360,6 +448,14 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert capsys.readouterr().err.count("training goes on") == 1
 
 
+@pytest.mark.parametrize("option", ["--hub_token", "--redis-password", "--wandb-api-key", "--client_secret"])
+def test_what_is_secret_is_left_out_of_the_command(option):
+    for words in ([option, "mine"], [f"{option}=mine"]):
+        told = command_line(["train.py", *words, "--seed", "1"])
+        assert "mine" not in told
+        assert told.endswith("... --seed 1")
+
+
 def test_other_ranks_write_nothing(tmp_path):
     logged(tmp_path, False)
     assert list(tmp_path.iterdir()) == []
@@ -446,6 +542,7 @@ def test_chromium_lays_it_out_without_overlap_or_overflow(ran, tmp_path, width, 
     runs = [read_run(ran), read_run(ran.parent / "stopped")]
     (tmp_path / "0.html").write_text(run_page(runs[:1]), encoding="utf-8")
     (tmp_path / "1.html").write_text(run_page(runs), encoding="utf-8")
+    (tmp_path / "2.html").write_text(run_page([read_run(killed_twice(tmp_path / "life"))]), encoding="utf-8")
     parts = "h1,h2,p,dt,dd,li,td,th,.label,.number,.bar,.curves svg,.losses span,.steps span,.curves .word"
     told = {"prompt": "Say what " * 9, "text": "a_word_of_many_letters" * 20}
     runs[0] = replace(runs[0], samples=[(step, told["prompt"], told["text"]) for step in (2, 100_000)])

@@ -89,7 +89,9 @@ def show(runs: Sequence[Run]) -> None:
 
 
 def _on(run: Run) -> str:
-    return f", on {', then on '.join(span.layout for span in run.spans)}" if run.spans else ""
+    from ullage.report.life import layouts_in_words
+
+    return f", on {layouts_in_words([span.layout for span in run.spans])}" if run.spans else ""
 
 
 def _listed(names: list[str], most: int = 6) -> str:

@@ -59,6 +59,7 @@ MODULES = {
     "trl": Package("trl", "trl", "1"),
     "peft": Package("peft", "peft", "0.17"),
     "numba": Package("numba", "fast", "0.61"),
+    "ray": Package("ray", "ray", "2.50"),
     "fsspec": Package("fsspec", "remote", "2024.6"),
     "upath": Package("universal_pathlib", "remote", "0.3"),
     "s3fs": Package("s3fs", "remote", "2024.6"),

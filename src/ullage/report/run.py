@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ullage.core.display import duration, rate
 from ullage.core.errors import InputError
 from ullage.report.curves import short
+from ullage.report.life import Life, life_record, read_life
 from ullage.report.page import percent
-from ullage.training.run.log_file import LOG, PLAN, Event, read_log
+from ullage.training.run.log_file import LOG, PLAN, Event, read_whole_log, standing
 
 if TYPE_CHECKING:
     from ullage.planning import Plan
@@ -61,6 +62,7 @@ class Run:
         settings: those that decide the numbers of a run of ``ullage train``.
         facts: what is known of the run (:func:`ullage.training.run.run_log.describe_run`), of its last process.
         samples: texts that the model wrote, by rising step: (step, prompt, text).
+        life: what its processes did, also what was lost; without stretches where there is no log of ours.
     """
 
     folder: Path
@@ -78,6 +80,7 @@ class Run:
     settings: Row = field(default_factory=dict)
     facts: Row = field(default_factory=dict)
     samples: Sequence[tuple[int, str, str]] = ()
+    life: Life = field(default_factory=Life)
 
     @property
     def step(self) -> int:
@@ -110,7 +113,8 @@ def read_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "no such folder"
         raise InputError("a run is a folder", where=str(folder), expected="the output_dir of a run", found=found)
-    events = read_log(folder)
+    whole = read_whole_log(folder)
+    events = standing(whole)
     state = _newest_state(folder)
     if not events and state is None:
         if (folder / LOG).is_file():
@@ -145,6 +149,7 @@ def read_run(folder: str | Path) -> Run:
         _settings(folder),
         _facts(begins, state),
         _samples([*before, *events]),
+        read_life(whole, _max_steps(begins, state)),
     )
 
 
@@ -340,6 +345,14 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _if_any(value: float) -> str:
+    return _whole(value) if value else ""
+
+
+def _time_if_any(value: float) -> str:
+    return duration(value) if value else ""
+
+
 def _ratio(value: float) -> str:
     return f"{value:.3f}"
 
@@ -424,6 +437,10 @@ FIGURES = (
     RunFigure("planning, per step", "plan_seconds", _median("plan_seconds"), duration, "ratio"),
     RunFigure("exchange and packing, per step", "exchange_seconds", _median("exchange_seconds"), duration, "ratio"),
     RunFigure("time", "seconds", lambda run: run.seconds, duration, "ratio"),
+    RunFigure("restarts", "restarts", lambda run: run.life.restarts, _if_any),
+    RunFigure("steps lost and trained again", "steps_lost", lambda run: run.life.steps_lost, _if_any),
+    RunFigure("time on lost steps", "seconds_lost", lambda run: run.life.seconds_lost, _time_if_any),
+    RunFigure("time down", "seconds_down", lambda run: run.life.seconds_down, _time_if_any),
     RunFigure("checkpoints there", "num_checkpoints", lambda run: len(run.checkpoints), _whole),
     RunFigure("sequences dropped", "dropped_sequences", _closing("total_dropped_sequences"), _whole),
     RunFigure("sequences truncated", "truncated_sequences", _closing("total_truncated_sequences"), _whole),
@@ -452,6 +469,7 @@ def run_record(run: Run) -> dict[str, Any]:
         **figures,
         "checkpoints": [str(path) for path in run.checkpoints],
         "layouts": [{"layout": span.layout, "after_step": span.start, "to_step": span.stop} for span in run.spans],
+        "life": life_record(run.life),
         "planned_step": None if run.plan is None else run.plan[0],
     }
 

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ullage.core.display import prefix_of, quantity, rate, size, write_page
+from ullage.core.display import duration, prefix_of, quantity, rate, size, write_page
 from ullage.report.curves import Chart, Series, chart, short
+from ullage.report.life import Life, down, layouts_in_words, life_bars, life_legend, parts_of_down
 from ullage.report.page import NUM_COLOURS, render
 from ullage.report.plan import memory_drawing
 from ullage.report.run import (
@@ -26,13 +28,13 @@ from ullage.report.run import (
 
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"
-#: Rows of the table of checkpoints at the most; the newest are shown.
-_MOST_CHECKPOINTS = 40
+#: Rows of the tables of checkpoints and of stretches at the most; the newest are shown.
+_MOST_CHECKPOINTS = _MOST_STRETCHES = 40
 #: Samples of what the model wrote at the most, and letters of each.
 _MOST_SAMPLES, _LONGEST_TEXT = 12, 2000
 #: Figures of a single run that stand on top, by their names, as far as it has them.
 _TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "padding_computed", "capacity_unused",
-          "imbalance", "mfu", "steps", "seconds")  # fmt: skip
+          "imbalance", "mfu", "steps", "seconds", "restarts", "steps_lost", "seconds_down")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def run_page(runs: Sequence[Run]) -> str:
         pictures=list(_pictures(runs, names)),
         table=run_figures(runs),
         settings=differing_settings(runs),
-        spans=[(span, date(span.began)) for span in run.spans],
+        layouts=layouts_in_words([span.layout for span in run.spans]),
+        life=_drawn_life(run.life),
         checkpoints=_checkpoints(run),
         num_rotated=len([step for step in run.saved if step not in {_step(path) for path in run.checkpoints}]),
         plan=None if run.plan is None else run.plan[1],
@@ -90,6 +93,26 @@ def run_page(runs: Sequence[Run]) -> str:
 def write_run_page(runs: Sequence[Run], path: Path) -> None:
     """Write :func:`run_page` to ``path``, whole or not at all. Raises ``InputError`` if it cannot be written."""
     write_page(path, run_page(runs))
+
+
+def _drawn_life(life: Life) -> dict[str, Any] | None:
+    """What the page shows of a life; None where one process did all of it."""
+    if not life.restarts:
+        return None
+    rows = []
+    for number, each in list(enumerate(life.stretches))[-_MOST_STRETCHES:]:
+        steps = f"{each.start + 1:,} to {each.reached:,}" if each.reached > each.start else "none"
+        waited = duration(down(life.stretches, number)) if number else ""
+        lost = f"{each.steps_lost:,}" if each.steps_lost else ""
+        rows.append((date(each.began), each.layout, steps, waited, lost, life.how_it_ended(number)))
+    parts = [f"{duration(seconds)} {told}" for told, seconds in parts_of_down(life)]
+    return {
+        "bars": life_bars(life),
+        "legend": list(life_legend(life)),
+        "rows": rows,
+        "num_older": len(life.stretches) - len(rows),
+        "down": f"{duration(life.seconds_down)} down: {', '.join(parts)}.",
+    }
 
 
 def _tiles() -> Iterator[RunFigure]:

@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from ullage.training.run.log_file import append, write_plan
 from ullage.training.step.metering import TokenMeter
 
 #: Options whose value is nobody else's to read.
-_SECRET = re.compile(r"--\w*(token|password|secret|api_key)$")
+_SECRET = re.compile(r"--[\w-]*(token|password|secret|api[_-]key)$")
 #: Sequences of a plan that is still written down.
 _MOST_PLANNED = 100_000
+#: Seconds without a line after which a step is told of.
+_SILENCE = 5.0
 
 
 class RunLog(TrainerCallback):
@@ -39,12 +42,15 @@ class RunLog(TrainerCallback):
         self._meter, self._layout = meter, layout
         self._folder: Path | None = None
         self._has_planned = False
+        self._is_stepping = False  # whether a step of this process is done
+        self._told = 0.0  # when the last line was written, on the clock of time.monotonic
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write how the run is laid out, and where it goes on from."""
         if not state.is_world_process_zero:
             return
         self._folder, self._has_planned, self.problem = Path(args.output_dir or "."), False, None
+        self._is_stepping = False
         self._write(
             "begin",
             state,
@@ -53,6 +59,7 @@ class RunLog(TrainerCallback):
             processes=args.world_size,
             model=type(kwargs.get("model")).__name__,
             capacity=self._capacity_of(args),
+            started=_started(),
             run=describe_run(args, kwargs.get("model"), kwargs.get("train_dataloader")),
         )
 
@@ -62,7 +69,10 @@ class RunLog(TrainerCallback):
         return capacity if isinstance(capacity, int) else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write down the plan of the first packed step."""
+        """Write down the plan of the first packed step, and that the run is alive."""
+        if not self._is_stepping or time.monotonic() - self._told > _SILENCE:
+            self._is_stepping = True
+            self._write("step", state)
         plan = None if self._meter is None else self._meter.plan
         if self._folder is None or self._has_planned or plan is None:
             return
@@ -94,6 +104,7 @@ class RunLog(TrainerCallback):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             append(self._folder, event, state.global_step, **facts)
+            self._told = time.monotonic()
         except OSError as error:
             self._give_up(error)
 
@@ -163,6 +174,13 @@ def command_line(argv: Sequence[str]) -> str:
             words.append(shlex.quote(word))
         hidden = not hidden and not equals and bool(_SECRET.match(word))
     return " ".join(words)
+
+
+def _started() -> float:
+    """When this process was started, in seconds since 1970."""
+    import psutil
+
+    return round(psutil.Process().create_time(), 3)
 
 
 def _parameters(model: Any) -> dict[str, int]:
