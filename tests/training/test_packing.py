@@ -92,10 +92,10 @@ def test_lengths_that_fit_are_let_through_and_padding_is_no_length(tmp_path):
         assert trainer.train().global_step == 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sequence_over_the_capacity_met_in_a_step_is_named_by_its_index(tmp_path, workers):
+@pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 2}, {"packing_global_batch_size": 6}], ids=str)
+def test_a_sequence_over_the_capacity_met_in_a_step_is_named_by_its_index(tmp_path, options):
     samples = Read(short_ones([13]))
-    options = {"train_sampling_strategy": "random", "dataloader_num_workers": workers, "max_steps": 5}
+    options = {"train_sampling_strategy": "random", "max_steps": 5, **options}
     trainer = packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=samples, **options)
     with pytest.raises(InputError, match=OVER.format(r"train_dataset\[13\]")):
         trainer.train()

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 from ullage.core.batch import RaggedBatch
 from ullage.exchange.source import read_from
 from ullage.training.batches import counting
-from ullage.training.batches.shared import part_of
+from ullage.training.batches.shared import CollatedParts, part_of
 
 
 class RecordedBatches:
@@ -111,7 +111,9 @@ class SampleIndices:
         try:
             # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
             # compared; what the batch padded is cut off.
-            again = self._loader.collate_fn([self._loader.dataset[indices[position]]])
+            collate = self._loader.collate_fn
+            collate = collate.collate if isinstance(collate, CollatedParts) else collate
+            again = collate([self._loader.dataset[indices[position]]])
             parts = counting.field_by_sample(again if ragged is None else ragged(again), main_input)
             there = counting.field_by_sample(batch, main_input)[position * per_sample : (position + 1) * per_sample]
             same = len(parts) == len(there) == per_sample

@@ -95,7 +95,7 @@ class CollatedParts:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], most: int | None, usual: int) -> None:
-        self._collate, self._most, self._usual = collate, most, usual
+        self.collate, self._most, self._usual = collate, most, usual
 
     @property
     def most_batches(self) -> int:
@@ -111,9 +111,9 @@ class CollatedParts:
     def __call__(self, samples: Sequence[Any]) -> SharedPart:
         number, spare = self.number(len(samples)), getattr(samples, "spare", None)
         parts = [list(samples[part_of(len(samples), place, number)]) for place in range(number)]
-        collated = SharedPart([self._collate(part) for part in parts], [len(part) for part in parts])
+        collated = SharedPart([self.collate(part) for part in parts], [len(part) for part in parts])
         if spare is None or self._most is None or number >= self.most_batches:
             return collated
         # A stream cannot be asked for a sample again, so one comes with the part.
         with random_states_kept():  # the run is to draw the same as ranks that collate none
-            return replace(collated, stand_in=self._collate([spare]))
+            return replace(collated, stand_in=self.collate([spare]))
