@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
 
 from ullage.cli.train.limits import max_positions
