@@ -46,7 +46,7 @@ def main(
     path = results / f"lost_ranks_{date.today().isoformat()}.json"
     with tempfile.TemporaryDirectory() as place:
         lives = Lives(Path(place), limit)
-        measured = two_hosts(Path(place), lives) if hosts else {}
+        measured = two_hosts(lives) if hosts else {}
         print(json.dumps(measured), flush=True)
         for seed in range(first, first + stories):
             told.append(lives.tell(Story.of(seed)))

@@ -171,7 +171,7 @@ class Lives:
     """Runs in ``place``; ``limit``: seconds after which a silent rank is lost."""
 
     def __init__(self, place: Path, limit: float = 10.0, pause: float = 0.05) -> None:
-        self._place, self._limit, self._pause = place, limit, pause
+        self.place, self._limit, self._pause = place, limit, pause
         whole = self.live("whole", 0, Life(1), zero=0, async_save=False)
         assert not whole.problems, whole.problems
         self.ids, self.losses = self.history("whole")
@@ -191,13 +191,13 @@ class Lives:
         apart = max(abs(losses.get(step, 9.0) - loss) for step, loss in self.losses.items())
         if apart > 2e-6:
             story.problems.append(f"losses are apart by {apart}")
-        left = [path.name for path in (self._place / name).iterdir() if path.name.startswith("_")]
+        left = [path.name for path in (self.place / name).iterdir() if path.name.startswith("_")]
         story.problems += [f"{each} is left" for each in left]
         story.problems += [f"life {k}: {each}" for k, life in enumerate(story.lives) for each in life.problems]
         return story
 
     def live(self, name: str, number: int, life: Life, zero: int, async_save: bool) -> Life:
-        folder, log = self._place / name, self._place / f"{name}-{number}.log"
+        folder, log = self.place / name, self.place / f"{name}-{number}.log"
         told = folder.with_name(f"{name}.told")
         told.mkdir(exist_ok=True)
         options = {"zero": zero, "async_save": async_save, "limit": self._limit, "pause": self._pause}
@@ -256,7 +256,7 @@ class Lives:
 
     def history(self, name: str) -> tuple[dict[int, list[int]], dict[int, float]]:
         """By step, the sequences of all ranks and the loss, as the last life trained it."""
-        told = self._place / f"{name}.told"
+        told = self.place / f"{name}.told"
         by_life: dict[int, dict[int, list[int]]] = {}
         losses: dict[int, dict[int, float]] = {}
         for path in told.iterdir():
@@ -321,14 +321,14 @@ class Host:
         self._log.close()
 
 
-def two_hosts(place: Path, lives: Lives, name: str = "hosts") -> dict[str, Any]:
+def two_hosts(lives: Lives, name: str = "hosts") -> dict[str, Any]:
     """A run on two hosts of which the second is killed and comes back: what is wrong, and the seconds from the kill on.
 
     ``lives``: with the run that nothing befell. The second host is killed at step 5 while the first waits for it; the
     first goes on alone to step 8 and stays there until the second is back.
     """
-    folder = place / name
-    told = place / f"{name}.told"
+    place = lives.place
+    folder, told = place / name, place / f"{name}.told"
     told.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

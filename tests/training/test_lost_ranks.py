@@ -28,8 +28,8 @@ def test_each_sequence_of_each_step_is_trained_once_whatever_befalls_the_ranks(s
     assert all(life.statuses.count(0) < life.ranks for life in told.lives[:-1]), "nothing befell it"
 
 
-def test_one_of_two_hosts_is_killed_and_comes_back(lives, tmp_path):
-    told = two_hosts(tmp_path, lives)
+def test_one_of_two_hosts_is_killed_and_comes_back(lives):
+    told = two_hosts(lives)
     assert told["problems"] == []
 
 
