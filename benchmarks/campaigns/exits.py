@@ -4,7 +4,8 @@ A process may die at its end, "terminate called without an active exception", be
 tensor while the interpreter ends (``src/ullage/ranks/ending.py``). *Slowed*: every layout of ``ullage train``,
 packed and padded, stopped and finished, and scripts with our Trainer or ``PackedIterator``, with gloo's threads pausing
 after each collective and the interpreter taking longer to end (``tests/support/slow_gloo.c``, ``fork_server.py``).
-*Natural*: two-process evaluations under torchrun, one after another, with nothing slowed.
+*Natural*: two-process evaluations under torchrun, one after another, with nothing slowed. *Left to chance*: slowed
+evaluations without what ends the groups of a run: some die, or nothing was slowed where it matters.
 
     python benchmarks/campaigns/exits.py                        # 20 slowed runs of the command, 40 natural ones
     python benchmarks/campaigns/exits.py --slowed 5 --natural 3
@@ -62,6 +63,16 @@ def slowed_runs(folder: Path, commands: int, scripts: int) -> list[dict[str, Any
     return found
 
 
+def runs_left_to_chance(folder: Path, number: int) -> list[list[int]]:
+    """Statuses of slowed evaluations that end without ``ranks/ending.py``."""
+    case = "evaluate, and leave the end to chance"
+    with Server(folder, slowed=True) as server:
+        return [
+            server.script("exit_script.py", case, folder / "out", seed=seed, limit=60).statuses
+            for seed in range(number)
+        ]
+
+
 def natural_run(folder: Path) -> dict[str, Any]:
     """One evaluation on two processes, as a user starts it: torchrun's own exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -74,6 +85,7 @@ def main(
     slowed: int = 20,
     scripts: int = 6,
     natural: int = 40,
+    chance: int = 24,
     out: Path = ROOT / "benchmarks" / "results",
 ) -> None:
     """Run, print what did not end with 0, and write dated JSON. Exit status 1 if anything did not."""
@@ -81,6 +93,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         runs = slowed_runs(Path(folder), slowed, scripts)
         runs += [natural_run(Path(folder)) for _ in range(natural)]
+        (Path(folder) / "chance").mkdir()
+        left = runs_left_to_chance(Path(folder) / "chance", chance)
     table = Table("run", "runs", "all ranks 0", "statuses of the others")
     names = dict.fromkeys(run["run"] for run in runs)
     for name in names:
@@ -93,13 +107,15 @@ def main(
         "date": date.today().isoformat(),
         "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
         "versions": {"ullage": ullage.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "settings": {"slowed": slowed, "scripts": scripts, "natural": natural},
+        "settings": {"slowed": slowed, "scripts": scripts, "natural": natural, "left to chance": chance},
         "summary": {"runs": len(runs), "all ranks 0": len(runs) - len(bad), "others": dict(_counts(bad))},
+        "left to chance": {"runs": chance, "with a rank that died": sum(any(statuses) for statuses in left)},
         "runs": runs,
     }
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"exits_{date.today().isoformat()}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"left to chance: {sum(any(statuses) for statuses in left)} of {chance} runs had a rank that died")
     console.print(f"{len(runs) - len(bad)} of {len(runs)} ended with 0 on all ranks; written to {path.name}")
     if bad:
         raise typer.Exit(1)

@@ -1,11 +1,10 @@
 """A run that went well ends with 0, whatever gloo's threads are doing when the interpreter ends; an error with its own.
 
-The slow ones end real processes through the end of their interpreter, where as many die without ``ranks/ending.py``;
-``benchmarks/campaigns/exits.py`` does so many times over.
+The slow ones end real processes through the end of their interpreter. ``benchmarks/campaigns/exits.py`` does so many
+times over, and counts how many die without ``ranks/ending.py``, which depends on the machine.
 """
 
 import os
-import signal
 import time
 
 import pytest
@@ -93,14 +92,6 @@ def test_a_script_with_our_trainer_ends_well_without_doing_anything(slowed, tmp_
     for seed in range(2):
         left = slowed.script("exit_script.py", case, tmp_path, seed=seed)
         assert left.statuses == [0, 0], left.logs
-
-
-@pytest.mark.slow
-def test_without_the_end_of_groups_a_rank_dies(slowed, tmp_path):
-    """The race is there to be found: forks end as interpreters of their own do, gloo's threads among them."""
-    case = "evaluate, and leave the end to chance"
-    ends = (slowed.script("exit_script.py", case, tmp_path, seed=seed, limit=60) for seed in range(24))
-    assert any(-signal.SIGABRT in left.statuses for left in ends)
 
 
 @pytest.mark.slow
