@@ -3,7 +3,8 @@
 With ``cu_seq_lens_q`` the row is packed: each sequence attends to itself alone, by the lengths and nothing else.
 ``packed_call`` refuses what has no exact answer and chooses the kernel; ``context`` shares the row over ranks.
 
-Without ``cu_seq_lens_q`` the call is plain, padded or cached, and is sdpa's own, mask included. Only a row whose
+Without ``cu_seq_lens_q`` the call is plain, padded or cached, and is sdpa's own, mask included, but for sinks and soft
+caps, which sdpa does not know. Only a row whose
 positions start again within it, or whose lengths were lost on the way, is refused, since its sequences would see each
 other. Source: ``transformers.integrations.sdpa_attention`` and the keywords of ``TransformersKwargs``.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ullage.attention.context import serving
+from ullage.attention.kernels import Scores, attend
 from ullage.attention.packed_call import DeferredMask, PackedCall, refusal, require_known_keywords
 from ullage.attention.ulysses import Slices
 
@@ -40,6 +42,8 @@ def attention(
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
     context_slices: Slices | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, plain or packed: [batch, tokens, query heads, value dim], and None for its weights.
@@ -57,6 +61,8 @@ def attention(
         max_length_q, max_length_k: tokens of the longest sequence, on the host.
         position_ids: [1, tokens], if the model hands them to its layers.
         context_slices: this rank's slice of the row, within ``context_parallel``; the lengths are the whole row's.
+        softcap: a score ``s`` becomes ``softcap·tanh(s / softcap)``; None leaves it.
+        s_aux: [query heads], attention sinks: a score more for each query, of a key without a value.
 
     Does not wait for the device, except on CUDA where no kernel takes cumulated lengths (dropout, a head dimension
     below 16, float64), or without ``max_length_q``: once per forward. Collective within ``context_parallel``. Raises
@@ -72,6 +78,11 @@ def attention(
         if isinstance(mask, DeferredMask):
             _refuse_lost_lengths(module, position_ids, mask)
             mask = mask.build()
+        if softcap is not None or s_aux is not None:
+            causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+            scores = Scores(causal=bool(causal) and mask is None, scale=scaling, softcap=softcap)
+            mixed = attend(query, key, value, scores, mask=mask, dropout=dropout, sinks=s_aux)
+            return mixed.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)
     call = PackedCall(
         module=module,
@@ -83,6 +94,8 @@ def attention(
         window=sliding_window,
         scale=scaling,
         dropout=dropout,
+        softcap=softcap,
+        sinks=s_aux,
         slices=context_slices,
         unknown=unknown,
     )

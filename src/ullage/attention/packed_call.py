@@ -1,8 +1,8 @@
 """One layer's attention over a packed row: what it was asked for, whether that has an exact answer, and its kernel.
 
 ``PackedCall`` holds the arguments of a call with ``cu_seq_lens_q``. ``require_exact`` refuses whatever could make the
-result differ from each sequence on its own: a mask, a filled cache, sinks, soft caps, position biases, any keyword not
-known to be harmless, and a model in which tokens meet elsewhere than in its attention. ``attend`` computes a whole row
+result differ from each sequence on its own: a mask, a filled cache, position biases, any keyword not known to be
+harmless, and a model in which tokens meet elsewhere than in its attention. ``attend`` computes a whole row
 with the fastest kernel that takes it. Context parallel calls the same two methods.
 """
 
@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, sdpa_mask
 
 from ullage.attention.segments import packed_attention
 from ullage.attention.support import given, require_packable
 from ullage.attention.ulysses import Slices
-from ullage.attention.varlen import flex_attention, host_lengths, serves_flex, serves_varlen, varlen_attention
+from ullage.attention.varlen import (
+    chunked,
+    flex_attention,
+    host_lengths,
+    in_chunks,
+    serves_flex,
+    serves_varlen,
+    varlen_attention,
+)
 from ullage.core.errors import InputError
 
 # Deferred attention masks: described when a model asks for one, built only by a layer that needs it.
@@ -54,6 +63,7 @@ class DeferredMask:
         both_ways: whether a token sees later ones too.
         window: how many tokens a query sees, if the mask is local: itself and those before it, in both ways itself and
             those on each side.
+        chunk: tokens in each part of a sequence that sees itself alone, if the mask is chunked.
         altered: whether the pattern is neither of these.
         given: positions and lengths that the model was called with, whether or not they reach its layers; None under
             ``torch.compile``.
@@ -65,13 +75,19 @@ class DeferredMask:
         self.padded = arguments.get("attention_mask") is not None
         self.window: int | None = arguments.get("local_size")
         pattern: Callable[..., Any] = arguments["mask_function"]
-        self.both_ways = bidirectional_mask_function in _united(pattern)
+        united = _united(pattern)
+        self.both_ways = bidirectional_mask_function in united
+        self.chunk: int | None = None
+        if any(part.__qualname__.startswith(chunked_overlay.__name__) for part in united):
+            self.chunk, self.window = self.window, None
         if self.both_ways and self.window is not None:
             # transformers counts the tokens on one side here, and the query itself where the mask is causal: 8 to each
             # side is a window of 9.
             self.window += 1
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
-        self.altered = bool(arguments.get("use_vmap")) or pattern.__qualname__.startswith("or_masks")
+        self.altered = bool(arguments.get("use_vmap")) or any(
+            part.__qualname__.startswith("or_masks") for part in united
+        )
         # Read while the model's own call is on the stack. A layer that is recomputed in the backward pass has no model
         # around it, but still has this mask.
         self.given = given()
@@ -124,9 +140,10 @@ class DeferredMask:
 
 
 def _united(pattern: Callable[..., Any]) -> list[Any]:
-    """A pattern of transformers, and those that ``and_masks`` made it of: it keeps them in a closure, as one tuple."""
+    """A pattern of transformers, and those that it was made of: it keeps them in its closure, also as tuples."""
     cells = [cell.cell_contents for cell in getattr(pattern, "__closure__", None) or ()]
-    return [pattern, *(part for parts in cells if isinstance(parts, tuple) for part in parts)]
+    parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else [cell])]
+    return [pattern, *(each for part in parts if isinstance(part, FunctionType) for each in _united(part))]
 
 
 def packed_mask(
@@ -171,9 +188,7 @@ _HARMLESS = frozenset(
 )
 #: Keywords that change the attention, and their meaning for the error message.
 _MEANINGS = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "softcap": "a soft cap of the attention scores",
     "position_bias": "a position bias",
     "alibi": "a position bias",
     "output_attentions": "attention weights as an output",
@@ -196,6 +211,8 @@ class PackedCall:
         window: how many tokens a query sees, itself included; None for all.
         scale: factor of the scores; 1/√dim if None.
         dropout: probability of dropping an attention weight.
+        softcap: a score ``s`` becomes ``softcap·tanh(s / softcap)``; None leaves it.
+        sinks: [query heads], a score more for each query, of a key without a value; None without.
         slices: the slice that this rank holds of the row, within ``context_parallel``.
         unknown: keywords of the call that have no parameter of their own.
     """
@@ -209,6 +226,8 @@ class PackedCall:
     window: int | None
     scale: float | None
     dropout: float
+    softcap: float | None
+    sinks: Tensor | None
     slices: Slices | None
     unknown: dict[str, Any]
 
@@ -228,8 +247,8 @@ class PackedCall:
         # What was asked for beside the lengths.
         require_known_keywords(module, self.unknown)
         _refuse_unpackable(module, query, key, self.mask, causal=self.causal, window=self.window)
-        if self.slices is not None and not self.causal:
-            raise refusal(module, "an attention in both directions cannot be cut over ranks", hint="give it cp=1")
+        if self.slices is not None:
+            self._refuse_to_cut()
         # The lengths themselves.
         _refuse_other_keys(module, self.cu_seqlens, self.key_cu_seqlens)
         # The model around the layer: what it is, and what it was called with.
@@ -250,6 +269,22 @@ class PackedCall:
             if not getattr(vars(given.model or module).get("forward"), "keeps_padding_apart", False):
                 self._refuse_padding(given.positions)
 
+    def _refuse_to_cut(self) -> None:
+        """Refuse what the exchange of a row cut over ranks does not know."""
+        kinds = {
+            "an attention in both directions": not self.causal,
+            "an attention with sinks": self.sinks is not None,
+            "an attention with a soft cap of its scores": self.softcap is not None,
+            "an attention in chunks": self._chunk is not None,
+        }
+        for kind, is_there in kinds.items():
+            if is_there:
+                raise refusal(self.module, f"{kind} cannot be cut over ranks", hint="give it cp=1")
+
+    @property
+    def _chunk(self) -> int | None:
+        return self.mask.chunk if isinstance(self.mask, DeferredMask) else None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention within each sequence of a whole row, [T, query heads, value dim].
 
@@ -259,18 +294,23 @@ class PackedCall:
         """
         assert self.cu_seqlens is not None  # require_exact has refused a call without
         options: dict[str, Any] = {"window": self.window, "scale": self.scale, "causal": self.causal}
-        # CUDA, half precision: torch's varlen kernel.
-        if serves_varlen(query, value, self.dropout):
+        scores: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks}
+        if query.is_cuda:
             cu_seqlens, longest = self.cu_seqlens.to(query.device, torch.int32), self.max_seqlen
-            if longest is None:
-                longest = max(host_lengths(cu_seqlens))
-            return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
-        # CUDA, float32 and head dimensions that the varlen kernel does not take: flex attention.
-        if serves_flex(query, value, self.dropout):
-            cu_seqlens = self.cu_seqlens.to(query.device, torch.int32)
-            return flex_attention(query, key, value, cu_seqlens, training=self.module.training, **options)
-        # Everything else, the CPU first of all: scaled dot product attention by lengths.
-        return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
+            if self._chunk is not None:
+                cu_seqlens, longest = chunked(cu_seqlens, self._chunk), self._chunk
+            # Half precision: torch's varlen kernel.
+            if self.softcap is None and self.sinks is None and serves_varlen(query, value, self.dropout):
+                if longest is None:
+                    longest = max(host_lengths(cu_seqlens))
+                return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
+            # Float32, head dimensions that the varlen kernel does not take, other scores: flex attention.
+            if serves_flex(query, value, self.dropout):
+                training = self.module.training
+                return flex_attention(query, key, value, cu_seqlens, training=training, **options, **scores)
+        # Everything else, the CPU first of all: by lengths.
+        options |= {**scores, "dropout": self.dropout, "chunk": self._chunk}
+        return _attend_by_lengths(query, key, value, self.cu_seqlens, **options)
 
     def _refuse_padding(self, positions: tuple[Tensor, ...]) -> None:
         """Refuse padding behind a sequence, which its tokens would see: positions do not rise. Waits for the device."""
@@ -309,7 +349,9 @@ class PackedCall:
 
 
 @torch.compiler.disable(reason="the lengths of the sequences are data")
-def _attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
+def _attend_by_lengths(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, chunk: int | None, **options: Any
+) -> Tensor:
     lengths = host_lengths(cu_seqlens)
     if sum(lengths) != len(query) or min(lengths, default=0) < 0:
         raise InputError(
@@ -318,7 +360,7 @@ def _attend_by_lengths(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Te
             found=f"{sum(lengths)} in {len(lengths)} sequences",
             hint="something has lengthened the row, as a learned prompt (PEFT's prompt tuning) does: leave packing out",
         )
-    return packed_attention(query, key, value, lengths, **options)
+    return packed_attention(query, key, value, lengths if chunk is None else in_chunks(lengths, chunk), **options)
 
 
 def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
@@ -376,7 +418,7 @@ def _refuse_unpackable(
     if mask.window != window:
         raise refusal(
             module,
-            "the window of the mask is not that of the attention (chunked attention, for example)",
+            "the window of the mask is not that of the attention",
             expected=mask.window,
             found=window,
             hint=USE_ANOTHER,

@@ -18,7 +18,7 @@ layers of a forward. Source of the kernels: ``torch.nn.functional.scaled_dot_pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ullage.attention.kernels import Flash, Scores, attend, with_sinks
 from ullage.core.layout import Layout, counting
 from ullage.core.rows import Places, alike, arranged, end_to_end
 
@@ -44,12 +45,14 @@ class Arrangement:
         buckets: (number of sequences, length) of each call, in order.
         blocks: for each block of a windowed sequence, how many blocks of that sequence precede it.
         filled: for each such block, its real tokens.
+        device: of the row.
     """
 
     places: Places | None
     buckets: tuple[tuple[int, int], ...]
     blocks: tuple[int, ...]
     filled: tuple[int, ...]
+    device: torch.device
 
 
 @lru_cache(maxsize=32)
@@ -77,6 +80,7 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
         buckets=tuple((len(call), int(sizes[call[0]])) for call in calls),
         blocks=tuple(blocks.tolist()),
         filled=tuple(filled.tolist()),
+        device=device,
     )
 
 
@@ -95,6 +99,8 @@ def packed_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     causal: bool = True,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each sequence of a row, [T, query heads, value dim].
 
@@ -107,6 +113,8 @@ def packed_attention(
         scale: factor of the scores; 1/√dim if None.
         dropout: probability of dropping an attention weight.
         causal: whether a token sees only those before it.
+        softcap: a score ``s`` becomes ``softcap·tanh(s / softcap)``; None leaves it.
+        sinks: [query heads], a score more for each query, of a key without a value.
 
     Does not wait for the device.
 
@@ -114,62 +122,199 @@ def packed_attention(
     >>> torch.allclose(packed_attention(q, kv, kv, [3, 2])[3:], packed_attention(q[3:], kv[3:], kv[3:], [2]))
     True
     """
-    order = arrange(tuple(lengths), window, query.device)
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
-    if order.places is not None:
-        query, key, value = (order.places.place(tensor) for tensor in (query, key, value))
-    # One part per call; the last part holds the windowed sequences and may be empty.
-    sizes = [rows * width for rows, width in order.buckets]
-    sizes.append(len(query) - sum(sizes))
-    parts = list(zip(query.split(sizes), key.split(sizes), value.split(sizes)))
-    # Sequences of equal length: one batched causal call.
-    outputs = []
-    for (rows, width), part in zip(order.buckets, parts):
-        queries, keys, values = (tensor.unflatten(0, (rows, width)).transpose(1, 2) for tensor in part)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=causal and width > 1, **options)
-        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
-    if order.blocks and window is not None:
-        outputs.append(_windowed(*parts[-1], order, window, causal, options))
-    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return mixed if order.places is None else order.places.take(mixed)
+    scores = Scores(causal, scale, softcap)
+    if query.device.type != "cpu" or dropout:
+        order = arrange(tuple(lengths), window, query.device)
+        placed = (query, key, value) if order.places is None else map(order.places.place, (query, key, value))
+        mixed = _by_autograd(tuple(placed), _calls(order, window, causal), scores, dropout, sinks)
+        return mixed if order.places is None else order.places.take(mixed)
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if dim != value_dim:
+        # The kernel takes equal dims: zeros behind change no product.
+        scores = scores._replace(scale=dim**-0.5 if scale is None else scale)
+        query, key, value = (F.pad(each, (0, max(dim, value_dim) - each.shape[-1])) for each in (query, key, value))
+    mixed: Any = _OfRow.apply(query, key, value, sinks, tuple(lengths), window, scores)
+    return mixed[..., :value_dim]
 
 
-def _windowed(
-    query: Tensor, key: Tensor, value: Tensor, order: Arrangement, window: int, causal: bool, options: dict[str, Any]
-) -> Tensor:
-    """Attention of whole blocks, each with the blocks around it that its window reaches.
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of the kernel: sequences of one length, or blocks that reach equally far.
 
-    Args:
-        query, key, value: [blocks · tokens of a block, heads, dim], the blocks of all windowed sequences end to end.
-        order: of these blocks.
-        window: how many tokens a query sees, itself included.
-        causal: whether a token sees only those before it.
-        options: of scaled dot product attention.
+    Attributes:
+        tokens: those of its queries, among the places of the row.
+        shape: (sequences or blocks, tokens of each).
+        causal: whether the kernel has to hide later tokens; a mask does it for blocks.
+        rows, seen: for blocks, their places among all blocks, and those of the blocks that each sees.
+        mask: of blocks, bool [tokens, keys] or [blocks, 1, tokens, keys].
     """
-    query, key, value = (tensor.unflatten(0, (-1, _block_size(window))) for tensor in (query, key, value))
-    calls, back_to_row = _block_calls(order, window, causal, query.device)
+
+    tokens: slice
+    shape: tuple[int, int]
+    causal: bool
+    rows: Tensor | None = None
+    seen: Tensor | None = None
+    mask: Tensor | None = None
+
+    def queries(self, row: Tensor) -> Tensor:
+        """[places, heads, ...] as [n, heads, L, ...]."""
+        parts = row[self.tokens].unflatten(0, (-1, self.shape[1]))
+        return (parts if self.rows is None else parts.index_select(0, self.rows)).transpose(1, 2)
+
+    def keys(self, row: Tensor) -> Tensor:
+        """[places, heads, dim] as [n, heads, keys, dim]."""
+        if self.seen is None:
+            return self.queries(row)
+        parts = row[self.tokens].unflatten(0, (-1, self.shape[1])).index_select(0, self.seen)
+        return parts.unflatten(0, (self.shape[0], -1)).flatten(1, 2).transpose(1, 2)
+
+    def write(self, values: Tensor, row: Tensor) -> None:
+        """Put values [n, heads, L, ...] of queries into [places, heads, ...]."""
+        parts = row[self.tokens].unflatten(0, (-1, self.shape[1]))
+        if self.rows is None:
+            parts.copy_(values.transpose(1, 2))
+        else:
+            parts.index_copy_(0, self.rows, values.transpose(1, 2))
+
+    def add(self, values: Tensor, row: Tensor) -> None:
+        """Add values [n, heads, keys, dim] of keys to [places, heads, dim], which is zero where blocks are."""
+        if self.seen is None:
+            return self.write(values, row)
+        parts = row[self.tokens].unflatten(0, (-1, self.shape[1]))
+        parts.index_add_(0, self.seen, values.transpose(1, 2).unflatten(1, (-1, self.shape[1])).flatten(0, 1))
+        return None
+
+    def added_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """The mask as numbers to add to scores."""
+        if self.mask is None:
+            return None
+        return torch.zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, float("-inf"))
+
+
+def _by_autograd(
+    row: tuple[Tensor, ...],
+    calls: tuple[list[_Call], Tensor | None],
+    scores: Scores,
+    dropout: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention by calls of what is differentiable by itself; ``row`` is query, key and value."""
+    query, key, value = row
     outputs = []
-    for rows, seen, num_seen, mask in calls:
-        # [blocks, heads, tokens, dim]: a block's queries, and its keys with those of the blocks that it looks at
-        queries = query.index_select(0, rows).transpose(1, 2)
-        keys, values = (
-            tensor.index_select(0, seen).unflatten(0, (-1, num_seen)).flatten(1, 2).transpose(1, 2)
-            for tensor in (key, value)
-        )
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
-        outputs.append(mixed.transpose(1, 2))
-    # Results came grouped by their reach: return them to the order of the blocks.
-    return torch.cat(outputs).index_select(0, back_to_row).flatten(0, 1)
+    for call in calls[0]:
+        tensors = call.queries(query), call.keys(key), call.keys(value)
+        options: dict[str, Any] = {"mask": call.mask, "dropout": dropout, "sinks": sinks}
+        mixed = attend(*tensors, scores._replace(causal=call.causal), **options)
+        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return mixed if calls[1] is None else mixed.index_select(0, calls[1])
+
+
+class _OfRow(torch.autograd.Function):
+    """Attention within each sequence of a row on a CPU: :func:`_forward` and :func:`_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output, log_sums = _forward(*inputs)
+        ctx.save_for_backward(*inputs[:4], output, log_sums)
+        ctx.rest = inputs[4:]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(gradients[0], *ctx.saved_tensors, *ctx.rest), None, None, None
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    lengths: tuple[int, ...],
+    window: int | None,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, query heads, dim] and the log-sum-exp [T, query heads] of the scores, without a sink."""
+    order = arrange(lengths, window, query.device)
+    if order.places is not None:
+        query, key, value = map(order.places.place, (query, key, value))
+    output = torch.empty_like(query)
+    log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    for call in _calls(order, window, scores.causal)[0]:
+        tensors = call.queries(query), call.keys(key), call.keys(value)
+        found = Flash.forward(*tensors, scores._replace(causal=call.causal), call.added_mask(query.dtype))
+        call.write(found[0], output)
+        call.write(found[1], log_sums)
+    if sinks is not None:
+        output = with_sinks(output, log_sums, sinks)
+    if order.places is not None:
+        output, log_sums = map(order.places.take, (output, log_sums))
+    return output, log_sums
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    output: Tensor,
+    log_sums: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and sinks."""
+    order = arrange(lengths, window, query.device)
+    of_sinks = None
+    if sinks is not None:
+        factor = torch.sigmoid(log_sums - sinks.to(log_sums.dtype))
+        products = (gradient * output).sum(-1, dtype=log_sums.dtype)
+        of_sinks = -(products * (1 - factor)).sum(0).to(sinks.dtype)
+        gradient = gradient * factor.to(gradient.dtype)[..., None]
+    rows = (gradient, query, key, value, output, log_sums)
+    gradient, query, key, value, output, log_sums = rows if order.places is None else map(order.places.place, rows)
+    of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if order.blocks:
+        of_key, of_value = of_key.zero_(), of_value.zero_()
+    for call in _calls(order, window, scores.causal)[0]:
+        tensors = call.queries(query), call.keys(key), call.keys(value), call.queries(output), call.queries(log_sums)
+        mask = call.added_mask(query.dtype)
+        found = Flash.backward(call.queries(gradient), *tensors, scores._replace(causal=call.causal), mask)
+        call.write(found[0], of_query)
+        call.add(found[1], of_key)
+        call.add(found[2], of_value)
+    gradients = of_query, of_key, of_value
+    of_query, of_key, of_value = gradients if order.places is None else map(order.places.take, gradients)
+    return of_query, of_key, of_value, of_sinks
 
 
 @lru_cache(maxsize=16)
-def _block_calls(
-    order: Arrangement, window: int, causal: bool, device: torch.device
-) -> tuple[list[tuple[Tensor, Tensor, int, Tensor]], Tensor]:
-    """Calls of blocks that reach equally far: their places, those of the blocks that each sees, how many, and the mask.
+def _calls(order: Arrangement, window: int | None, causal: bool) -> tuple[list[_Call], Tensor | None]:
+    """The calls of an arrangement, and where the tokens of the row are among their results; None for the same order.
 
-    Beside them the place of each block among the results. The arrangement is the same object in all layers.
+    The arrangement is the same object in all layers.
     """
+    calls, start = [], 0
+    for rows, width in order.buckets:
+        stop = start + rows * width
+        calls.append(_Call(slice(start, stop), (rows, width), causal and width > 1))
+        start = stop
+    if not order.blocks or window is None:
+        return calls, None
+    block = _block_size(window)
+    blocks, place_of = _block_calls(order, window, causal)
+    behind = torch.from_numpy(np.add.outer(place_of * block, np.arange(block)).ravel() + start)
+    places = torch.cat([torch.arange(start), behind]).to(order.device)
+    return [*calls, *(replace(call, tokens=slice(start, None)) for call in blocks)], places
+
+
+def _block_calls(order: Arrangement, window: int, causal: bool) -> tuple[list[_Call], np.ndarray]:
+    """Calls of blocks that reach equally far, and the place of each block among the results.
+
+    A block is multiplied with those that it looks at, behind a mask.
+    """
+    device = order.device
     block = _block_size(window)
     # The first query of a block sees window - 1 tokens in front of the block; near its start a sequence has fewer
     # blocks, and so near its end.
@@ -189,8 +334,9 @@ def _block_calls(
         mask = _band(block, back, front, window, causal, device)
         if is_padded:
             mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(device))
-        calls.append((torch.from_numpy(place).to(device), torch.from_numpy(seen).to(device), back + 1 + front, mask))
-    return calls, torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
+        rows, sees = (torch.from_numpy(each).to(device) for each in (place, seen))
+        calls.append(_Call(slice(0), (len(place), block), False, rows, sees, mask))
+    return calls, np.argsort(np.concatenate(places))
 
 
 def _following(preceding: np.ndarray) -> np.ndarray:

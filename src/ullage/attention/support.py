@@ -119,6 +119,10 @@ NAME = "ullage"
 PADDING_FREE = (NAME, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 #: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+#: Values of ``use_bidirectional_attention`` with which text sees earlier text alone; images change the mask.
+_ONE_WAY = (None, False, "vision")
+#: Those that our attention knows too, and no other.
+_OWN_LAYERS = frozenset({"chunked_attention"})
 #: Models that declare the interface and do not honour the lengths. Any other such model is refused at its first call.
 _EXCEPTIONS = {
     "doge": "changes the mask inside its attention",
@@ -339,9 +343,21 @@ def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for module in model.modules():
         config = vars(module).get("config")
-        if config is not None and id(config) not in seen and hasattr(config, "_attn_implementation"):
+        # Rotations may hold a copy, and ask for no attention.
+        is_asked = config is not None and "rotary" not in type(module).__name__.lower()
+        if is_asked and id(config) not in seen and hasattr(config, "_attn_implementation"):
             seen.add(id(config))
             yield type(module).__name__, config
+
+
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that text goes through: without the encoders of images and audio, where a model has such."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parts = [] if text is config else [path for path, part in model.named_modules() if vars(part).get("config") is text]
+    for path, module in model.named_modules():
+        if not parts or any(path.startswith(part) for part in parts):
+            yield path, module
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -381,17 +397,13 @@ def _parts(model: nn.Module, name: str) -> str | None:
 
 def _layers(model: nn.Module, name: str) -> str | None:
     for holder, config in configs_of(model):
-        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+        known = _KNOWN_LAYERS | (_OWN_LAYERS if config._attn_implementation == NAME else frozenset())
+        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
         if unknown:
             return f"{holder} has layers of kind {unknown[0]!r}"
         both_ways = getattr(config, "is_causal", True) is False and not _packs_both_ways(model)
-        if both_ways or getattr(config, "use_bidirectional_attention", None):
+        if both_ways or getattr(config, "use_bidirectional_attention", None) not in _ONE_WAY:
             return f"{holder} attends in both directions"
-        if config._attn_implementation != NAME:
-            continue
-        cap = getattr(config, "attn_logit_softcapping", None)
-        if cap is not None:
-            return f"{holder} caps its attention scores (attn_logit_softcapping={cap})"
     return None
 
 
@@ -405,8 +417,9 @@ def _unknown(model: nn.Module) -> str | None:
 
 
 def _modules(model: nn.Module, name: str) -> str | None:
-    packs_both_ways = _packs_both_ways(model)
-    for path, module in model.named_modules():
+    is_ours = all(config._attn_implementation == NAME for _, config in configs_of(model))
+    packs_both_ways = is_ours and attends_both_ways(model)
+    for path, module in text_modules(model):
         kind = type(module).__name__
         if lets_tokens_meet(module):
             return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
@@ -414,9 +427,16 @@ def _modules(model: nn.Module, name: str) -> str | None:
             return f"{path} ({kind}) attends in both directions"
         if any(_attribute(module, bias) is not None for bias in _BIASES):
             return f"{path} ({kind}) adds a position bias to its scores"
-        if isinstance(_attribute(module, "sinks"), nn.Parameter):
-            return f"{path} ({kind}) has attention sinks"
+        if counts_places(module):
+            return f"{path} ({kind}) scales its queries by their places in the row"
+        if not is_ours and isinstance(_attribute(module, "sinks"), nn.Parameter):
+            return f"{path} ({kind}) has attention sinks, which only attn_implementation={NAME!r} packs"
     return None
+
+
+def counts_places(module: nn.Module) -> bool:
+    """Whether an attention scales its queries by their places in the row, as Llama 4 does where it has no rotation."""
+    return bool(_attribute(module, "attn_temperature_tuning")) and not _attribute(module, "use_rope")
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -11,12 +11,16 @@ signatures and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attentio
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ullage.attention.kernels import with_sinks
 
 #: Lengths and block masks by the tensor of cumulated lengths they were read from, with its version.
 _REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -40,6 +44,26 @@ def host_lengths(cu_seqlens: Tensor) -> list[int]:
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.diff().tolist()
     return _remember(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
+
+
+def in_chunks(lengths: Sequence[int], chunk: int) -> list[int]:
+    """Lengths in tokens, cut into chunks that see themselves alone.
+
+    >>> in_chunks([5, 0, 2], 2)
+    [2, 2, 1, 2]
+    """
+    whole = ([chunk] * (length // chunk) + [length % chunk] for length in lengths)
+    return [part for parts in whole for part in parts if part]
+
+
+def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
+    """Cumulated lengths of sequences as those of their chunks; waits for the device once per forward."""
+
+    def cut() -> Tensor:
+        ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)])
+        return torch.from_numpy(ends).to(cu_seqlens.device, torch.int32)
+
+    return _remember(cu_seqlens, ("chunks", chunk), cut)
 
 
 @lru_cache(maxsize=1)
@@ -133,6 +157,8 @@ def flex_attention(
     scale: float | None = None,
     training: bool = False,
     causal: bool = True,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each sequence by flex attention, [T, query heads, value dim].
 
@@ -145,10 +171,12 @@ def flex_attention(
         scale: factor of the scores; 1/√dim if None.
         training: whether a backward pass may follow.
         causal: whether a token sees only those before it.
+        softcap: a score ``s`` becomes ``softcap·tanh(s / softcap)``; None leaves it.
+        sinks: [query heads], a score more for each query, of a key without a value.
 
-    Does not wait for the device. torch has no backward of it on a CPU.
+    Does not wait for the device. torch has no backward of it on a CPU, and no sum of the weights, for sinks.
     """
-    from transformers.integrations.flex_attention import compile_friendly_flex_attention
+    from transformers.integrations.flex_attention import compile_friendly_flex_attention, get_flex_attention_lse_kwargs
 
     num_tokens = len(query)
     name = (num_tokens, window, causal)
@@ -159,9 +187,22 @@ def flex_attention(
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        score_mod=None if softcap is None else _bending(softcap),
+        **({} if sinks is None else get_flex_attention_lse_kwargs(True)),
     )
-    assert isinstance(mixed, Tensor)
-    return mixed[0].transpose(0, 1)
+    if sinks is None:
+        assert isinstance(mixed, Tensor)
+        return mixed[0].transpose(0, 1)
+    output, sums = mixed
+    # The log-sum-exp itself, or, from torch 2.9 on, what holds it.
+    log_sums = sums if isinstance(sums, Tensor) else sums.lse
+    return with_sinks(output[0].transpose(0, 1), log_sums[0].transpose(0, 1), sinks)
+
+
+@lru_cache(maxsize=8)
+def _bending(softcap: float) -> Callable[..., Tensor]:
+    """The change of a score by a soft cap; the same function each time, which is compiled once."""
+    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal: bool) -> Any:

@@ -29,10 +29,12 @@ from ullage.attention.support import (
     NAME,
     attends_both_ways,
     configs_of,
+    counts_places,
     first_position,
     forget_checks,
     mixing_problem,
     names_lengths,
+    text_modules,
 )
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
@@ -58,8 +60,9 @@ _MIXERS = (
 #: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
 #: by the audit. Any other type with such mixers runs by lengths as a whole.
 HYBRIDS = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2",
-    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba2",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama4_text", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
+    "xlstm", "zamba2",
 }  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
@@ -203,12 +206,12 @@ def is_biased_attention(module: nn.Module) -> bool:
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that mix tokens in another way than by attention, with their paths."""
+    """The outermost modules that mix tokens in another way than by attention, or count places, with their paths."""
     outer: list[str] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{known}.") for known in outer):
             continue
-        if type(module).__name__.endswith(_MIXERS):
+        if type(module).__name__.endswith(_MIXERS) or counts_places(module):
             outer.append(path)
             yield path, module
 
@@ -221,7 +224,7 @@ def require_independent_rows(model: nn.Module) -> None:
         reason = "compares the sequences of a question, its choices, with each other"
     if reason is not None:
         raise _competes(type(model).__name__, reason)
-    for path, module in _text_modules(model):
+    for path, module in text_modules(model):
         where = f"{path} ({type(module).__name__})"
         for kind, reason in _ADAPTERS.items():
             if type(module).__module__.startswith(kind):
@@ -232,20 +235,6 @@ def require_independent_rows(model: nn.Module) -> None:
             raise _competes(where, "normalises over the tokens of all sequences")
         if isinstance(vars(module).get("expert_capacity"), int):
             raise _competes(where, "gives each expert a limited number of tokens")
-
-
-def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that text goes through: without the encoders of images and audio, where a model has such."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    parts = [] if text is config else [path for path, part in model.named_modules() if _config(part) is text]
-    for path, module in model.named_modules():
-        if not parts or any(path.startswith(part) for part in parts):
-            yield path, module
-
-
-def _config(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
 
 
 def _competes(where: str, reason: str) -> CompetingSequences:
