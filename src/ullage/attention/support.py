@@ -119,8 +119,6 @@ NAME = "ullage"
 PADDING_FREE = (NAME, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 #: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-#: Values of ``use_bidirectional_attention`` with which text sees earlier text alone; images change the mask.
-_ONE_WAY = (None, False, "vision")
 #: Those that our attention knows too, and no other.
 _OWN_LAYERS = frozenset({"chunked_attention"})
 #: Models that declare the interface and do not honour the lengths. Any other such model is refused at its first call.
@@ -402,7 +400,11 @@ def _layers(model: nn.Module, name: str) -> str | None:
         if unknown:
             return f"{holder} has layers of kind {unknown[0]!r}"
         both_ways = getattr(config, "is_causal", True) is False and not _packs_both_ways(model)
-        if both_ways or getattr(config, "use_bidirectional_attention", None) not in _ONE_WAY:
+        parts_both_ways = getattr(config, "use_bidirectional_attention", None)
+        # Those of images, which a model of text alone does not have.
+        if parts_both_ways == "vision" and getattr(model, "config", None) is config:
+            parts_both_ways = None
+        if both_ways or parts_both_ways:
             return f"{holder} attends in both directions"
     return None
 
