@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from ullage import InputError, RaggedBatch
+from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
-from ullage.attention.segments import arrange
-from ullage.attention.varlen import _block_mask, flex_attention, host_lengths, serves_flex, varlen_attention
+from ullage.attention.kernels import Scores, attend
+from ullage.attention.segments import arrange, attention_of_row, host_lengths
+from ullage.attention.varlen import _block_mask, chunked, flex_attention, serves_flex, varlen_attention
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -304,7 +306,7 @@ def test_bad_keywords_are_named(change, message):
         model(**keywords)
 
 
-def oracle(query, key, value, lengths, window, scale, causal=True):
+def oracle(query, key, value, lengths, window, scale, causal=True, softcap=None, sinks=None):
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sequence))
     distance = place[:, None] - place
@@ -316,7 +318,12 @@ def oracle(query, key, value, lengths, window, scale, causal=True):
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), value)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(query)], value)
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,22 +335,87 @@ def oracle(query, key, value, lengths, window, scale, causal=True):
     groups=st.sampled_from([1, 2, 4]),
     scale=st.none() | st.floats(0.1, 2),
     causal=st.booleans(),
+    softcap=st.none() | st.sampled_from([0.01, 2.0, 1e4]),
+    sink=st.none() | st.sampled_from([-1e4, 0.0, 3.0, 1e4]),
+    dims=st.sampled_from([(8, 8), (8, 4), (4, 8)]),
+    is_one_call=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_packed_attention_is_that_of_the_block_mask(lengths, window, groups, scale, causal, seed):
+def test_packed_attention_is_that_of_the_block_mask(
+    lengths, window, groups, scale, causal, softcap, sink, dims, is_one_call, seed
+):
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    shapes = [(total, 4, 8), (total, 4 // groups, 8), (total, 4 // groups, 8), (total, 4, 8)]
+    total, heads = sum(lengths), 4 // groups
+    shapes = [(total, 4, dims[0]), (total, heads, dims[0]), (total, heads, dims[1]), (total, 4, dims[1])]
     *inputs, direction = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    sinks = None if sink is None else torch.randn(4, dtype=torch.float64, generator=generator) + sink
+    inputs += [] if sinks is None else [sinks]
     for tensor in inputs:
         tensor.requires_grad_()
-    found = packed_attention(*inputs, lengths, window=window, scale=scale, causal=causal)
-    expected = oracle(*inputs, lengths, window, scale, causal)
-    assert torch.allclose(found, expected, atol=1e-11)
+    options = {"window": window, "scale": scale, "causal": causal, "softcap": softcap, "sinks": sinks}
+    # A compiled graph has it as one operator.
+    if is_one_call:
+        bounds = torch.tensor([0, *np.cumsum(lengths)])
+        found = attention_of_row(*inputs[:3], bounds, chunk=None, **options)
+    else:
+        found = packed_attention(*inputs[:3], lengths, **options)
+    expected = oracle(*inputs[:3], lengths, window, scale, causal, softcap, sinks)
+    assert torch.allclose(found, expected, atol=1e-12)
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, direction), torch.autograd.grad(expected, inputs, direction)
     ):
-        assert torch.allclose(ours, theirs, atol=1e-10)
+        assert torch.allclose(ours, theirs, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "limits"), [(torch.float32, (1e-6, 1e-5)), (torch.bfloat16, (0.02, 0.05))], ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_long_sequences_with_sinks_and_soft_caps(softcap, dtype, limits):
+    """Longer than a block of queries, and in half precision, against float64."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [300, 1, 515]
+    exact = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+    exact.append(torch.randn(4, dtype=torch.float64, generator=generator))
+    rounded = [each.to(dtype).requires_grad_() for each in exact]
+    exact = [each.detach().double().requires_grad_() for each in rounded]
+    found = packed_attention(*rounded[:3], lengths, softcap=softcap, sinks=rounded[3])
+    expected = oracle(*exact[:3], lengths, None, None, True, softcap, exact[3])
+    assert (found - expected).abs().max() < limits[0] * expected.abs().max()
+    direction = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    ours = torch.autograd.grad(found, rounded, direction.to(dtype))
+    for one, other in zip(ours, torch.autograd.grad(expected, exact, direction)):
+        assert (one - other).abs().max() < limits[1] * other.abs().max()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_a_model_is_given_with_dropout_and_without_lengths(dropout):
+    """Rows of a batch behind a mask, as in an evaluation; with dropout a weight is zero or twice what it is."""
+    query, key, value, sinks = (torch.randn(shape) for shape in ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), (4,)))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    scores = Scores(causal=False, softcap=1.5)
+    value = torch.eye(9, 8).expand(2, 2, 9, 8)  # outputs are the weights of the first eight keys
+    found = attend(query, key, value, scores, mask=mask, dropout=dropout, sinks=sinks)
+    for row in range(2):
+        expected = oracle(
+            *(each[row].transpose(0, 1) for each in (query, key, value)), [9], None, None, True, 1.5, sinks
+        )
+        ours = found[row].transpose(0, 1)
+        kept = ours != 0
+        assert dropout == 0 or 0.2 < kept[expected != 0].float().mean() < 0.8
+        assert torch.allclose(ours[kept], expected[kept] / (1 - dropout), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss", "gemma2"])
+def test_a_plain_call_of_a_packed_model_is_its_own(name):
+    model = tiny_model(name, "causal")
+    ids = torch.randint(3, 30, (2, 21))
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    keywords = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**keywords).logits
+        with pack_model(model):
+            assert torch.allclose(model(**keywords).logits[mask.bool()], expected[mask.bool()], atol=1e-5)
+            assert not torch.allclose(model(ids, use_cache=False).logits[0], expected[1])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -383,8 +455,11 @@ def test_flex_attention_compiles_without_gradients():
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
     with torch.no_grad():
-        found = flex_attention(query, key, value, cu_seqlens)
-    assert torch.allclose(found, oracle(query, key, value, lengths, None, None), atol=1e-5)
+        found = [flex_attention(query, key, value, cu_seqlens, softcap=softcap) for softcap in (None, 1.5)]
+        in_chunks = flex_attention(query, key, value, chunked(cu_seqlens, 20))
+    assert torch.allclose(found[0], oracle(query, key, value, lengths, None, None), atol=1e-5)
+    assert torch.allclose(found[1], oracle(query, key, value, lengths, None, None, softcap=1.5), atol=1e-5)
+    assert torch.allclose(in_chunks, oracle(query, key, value, [20, 10, 1, 20, 20, 20, 4], None, None), atol=1e-5)
 
 
 class CountCalls(TorchDispatchMode):
@@ -449,3 +524,24 @@ def test_compiled_equals_eager():
     found.loss.backward()
     assert_same((found.logits[0].detach(), float(found.loss.detach()), gradients(model)), expected)
     assert torch.allclose(compiled(**padded, use_cache=False).logits, plain, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
+def test_a_layer_is_one_graph_for_rows_of_every_shape(name):
+    kind = "masked" if name == "bert" else "causal"
+    eager, model = (tiny_model(name, kind) for _ in range(2))
+    pack_model(eager), pack_model(model)
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    for layer in model.bert.encoder.layer if name == "bert" else model.model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    counts = []
+    for lengths in np.random.default_rng(2).integers(1, 40, (12, 4)):
+        samples = samples_of(lengths[: int(lengths[0]) % 4 + 1])
+        row = RaggedBatch.from_samples(samples).to_flattened()
+        row = {**row, "input_ids": row["input_ids"] % 30}
+        row.pop("labels")
+        assert torch.allclose(model(**row).logits, eager(**row).logits, atol=1e-6)
+        counts.append(graphs.frame_count)
+    assert counts[3] == counts[-1] > 0, "compiled anew for another shape"

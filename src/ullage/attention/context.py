@@ -36,6 +36,8 @@ from ullage.ranks.topology import require_axis
 # Each thread has its own value, and a thread of the backward pass starts with the default: that is why a row also
 # remembers which context served it (``served_by``).
 _ACTIVE: ContextVar[ContextParallel | None] = ContextVar("ullage_context_parallel", default=None)
+#: How many contexts are in force, in whatever thread: a compiled graph can read a number, and no context variable.
+_ENTERED = [0]
 
 
 #: Rows that ``shard_batch`` has cut and that have come to no attention yet, as long as somebody holds them.
@@ -62,11 +64,13 @@ class ContextParallel(contextlib.ContextDecorator):
     def __enter__(self) -> ContextParallel:
         # A stack, since the same object may be entered again within its own block.
         self._entered.append((_ACTIVE.set(self), _COUNTS.copy(), bool(_WAITING)))
+        _ENTERED[0] += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         token, before, was_waiting = self._entered.pop()
         _ACTIVE.reset(token)
+        _ENTERED[0] -= 1
         # A row was there that no attention took, and none ran in this block: the model has another implementation, and
         # has computed each slice as if it were a row. ``model(**shard_batch(...))`` keeps no reference to its row, so
         # those that were cut within the block are counted.
@@ -189,6 +193,8 @@ def serving(slices: Slices | None) -> ContextParallel | None:
 
     A row remembers it, because a layer may be recomputed after ``with`` has ended, or on a thread of the backward pass.
     """
+    if slices is None and not _ENTERED[0]:
+        return None
     context = _ACTIVE.get()
     if slices is None:
         return None if context is None or context.size == 1 else context

@@ -71,11 +71,13 @@ def attend(
     weights = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * _scale(scores, query)
     if scores.softcap is not None:
         weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    # The least number, and not minus infinity: a query of padding may see no key.
+    least = torch.finfo(weights.dtype).min
     if causal:
         later = torch.ones(weights.shape[2:], dtype=torch.bool, device=query.device).triu(1)
-        weights = weights.masked_fill(later, float("-inf"))
+        weights = weights.masked_fill(later, least)
     if mask is not None:
-        weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+        weights = weights.masked_fill(~mask, least) if mask.dtype == torch.bool else weights + mask
     if sinks is not None:
         column = sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
         weights = torch.cat([weights, column], -1)

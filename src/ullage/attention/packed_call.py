@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
 
-from ullage.attention.segments import packed_attention
+from ullage.attention.segments import attention_of_row, lengths_of_row, packed_attention
 from ullage.attention.support import given, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
     chunked,
     flex_attention,
     host_lengths,
-    in_chunks,
     serves_flex,
     serves_varlen,
     varlen_attention,
@@ -39,6 +38,13 @@ from ullage.core.errors import InputError
 # would get, once for all layers of a forward. With a filled cache there is no packed row, and sdpa's mask is built at
 # once. The mask is requested once per forward, so its description also keeps the arguments of the model's call.
 # Source: ``transformers.masking_utils`` (``AttentionMaskInterface``).
+
+
+#: The code of the functions that these make: of them a compiled graph can ask for the code, but not for the name.
+_CHUNKED, _EITHER = (
+    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType))
+    for maker in (chunked_overlay, or_masks)
+)
 
 
 class _NoHook(InputError, AttributeError):
@@ -78,16 +84,14 @@ class DeferredMask:
         united = _united(pattern)
         self.both_ways = bidirectional_mask_function in united
         self.chunk: int | None = None
-        if any(part.__qualname__.startswith(chunked_overlay.__name__) for part in united):
+        if any(part.__code__ is _CHUNKED for part in united):
             self.chunk, self.window = self.window, None
         if self.both_ways and self.window is not None:
             # transformers counts the tokens on one side here, and the query itself where the mask is causal: 8 to each
             # side is a window of 9.
             self.window += 1
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
-        self.altered = bool(arguments.get("use_vmap")) or any(
-            part.__qualname__.startswith("or_masks") for part in united
-        )
+        self.altered = bool(arguments.get("use_vmap")) or any(part.__code__ is _EITHER for part in united)
         # Read while the model's own call is on the stack. A layer that is recomputed in the backward pass has no model
         # around it, but still has this mask.
         self.given = given()
@@ -309,8 +313,10 @@ class PackedCall:
                 training = self.module.training
                 return flex_attention(query, key, value, cu_seqlens, training=training, **options, **scores)
         # Everything else, the CPU first of all: by lengths.
-        options |= {**scores, "dropout": self.dropout, "chunk": self._chunk}
-        return _attend_by_lengths(query, key, value, self.cu_seqlens, **options)
+        options |= {**scores, "chunk": self._chunk}
+        if torch.compiler.is_compiling() and not query.is_cuda and not self.dropout:
+            return attention_of_row(query, key, value, self.cu_seqlens, **options)
+        return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
 
     def _refuse_padding(self, positions: tuple[Tensor, ...]) -> None:
         """Refuse padding behind a sequence, which its tokens would see: positions do not rise. Waits for the device."""
@@ -352,15 +358,7 @@ class PackedCall:
 def _attend_by_lengths(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, chunk: int | None, **options: Any
 ) -> Tensor:
-    lengths = host_lengths(cu_seqlens)
-    if sum(lengths) != len(query) or min(lengths, default=0) < 0:
-        raise InputError(
-            "cu_seq_lens_q does not tile the row",
-            expected=f"lengths that sum to {len(query)} tokens",
-            found=f"{sum(lengths)} in {len(lengths)} sequences",
-            hint="something has lengthened the row, as a learned prompt (PEFT's prompt tuning) does: leave packing out",
-        )
-    return packed_attention(query, key, value, lengths if chunk is None else in_chunks(lengths, chunk), **options)
+    return packed_attention(query, key, value, lengths_of_row(cu_seqlens, len(query), chunk), **options)
 
 
 def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:

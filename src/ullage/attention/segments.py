@@ -26,8 +26,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ullage.attention.kernels import Flash, Scores, attend, with_sinks
+from ullage.core.errors import InputError
 from ullage.core.layout import Layout, counting
 from ullage.core.rows import Places, alike, arranged, end_to_end
 
@@ -84,6 +86,56 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     )
 
 
+#: Lengths and block masks by the tensor of cumulated lengths they were read from, with its version.
+_REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remembered(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
+    """The result of ``make``, made once per state of ``cu_seqlens`` and kept for as long as that tensor lives."""
+    if torch.compiler.is_compiling():
+        return make()
+    # torch counts writes to a tensor in its version: a tensor that was written to has other lengths.
+    if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
+        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
+    known = _REMEMBERED[cu_seqlens][1]
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def host_lengths(cu_seqlens: Tensor) -> list[int]:
+    """The lengths in tokens; waits for the device once per forward, unless they are on the host."""
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.diff().tolist()
+    return remembered(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
+
+
+def in_chunks(lengths: Sequence[int], chunk: int) -> list[int]:
+    """Lengths in tokens, cut into chunks that see themselves alone.
+
+    >>> in_chunks([5, 0, 2], 2)
+    [2, 2, 1, 2]
+    """
+    whole = ([chunk] * (length // chunk) + [length % chunk] for length in lengths)
+    return [part for parts in whole for part in parts if part]
+
+
+def lengths_of_row(cu_seqlens: Tensor, num_tokens: int, chunk: int | None = None) -> list[int]:
+    """The lengths of a row's sequences, or of their chunks; waits for the device once per forward.
+
+    Raises ``InputError`` for lengths that do not sum to the row's tokens.
+    """
+    lengths = host_lengths(cu_seqlens)
+    if sum(lengths) != num_tokens or min(lengths, default=0) < 0:
+        raise InputError(
+            "cu_seq_lens_q does not tile the row",
+            expected=f"lengths that sum to {num_tokens} tokens",
+            found=f"{sum(lengths)} in {len(lengths)} sequences",
+            hint="something has lengthened the row, as a learned prompt (PEFT's prompt tuning) does: leave packing out",
+        )
+    return lengths if chunk is None else in_chunks(lengths, chunk)
+
+
 def _block_size(window: int | None) -> int:
     """Tokens in a block of a sliding window: a quarter of it, so that a fifth of the work is masked; at least 64."""
     return max(_LEAST_BLOCK, -(-(window or 0) // 4))
@@ -128,11 +180,9 @@ def packed_attention(
         placed = (query, key, value) if order.places is None else map(order.places.place, (query, key, value))
         mixed = _by_autograd(tuple(placed), _calls(order, window, causal), scores, dropout, sinks)
         return mixed if order.places is None else order.places.take(mixed)
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    if dim != value_dim:
-        # The kernel takes equal dims: zeros behind change no product.
-        scores = scores._replace(scale=dim**-0.5 if scale is None else scale)
-        query, key, value = (F.pad(each, (0, max(dim, value_dim) - each.shape[-1])) for each in (query, key, value))
+    value_dim = value.shape[-1]
+    (query, key, value), scale = _equal_dims(query, key, value, scale)
+    scores = scores._replace(scale=scale)
     mixed: Any = _OfRow.apply(query, key, value, sinks, tuple(lengths), window, scores)
     return mixed[..., :value_dim]
 
@@ -210,6 +260,9 @@ def _by_autograd(
     return mixed if calls[1] is None else mixed.index_select(0, calls[1])
 
 
+# A packed row on a CPU: one function of torch's autograd, and, in a compiled graph, one operator: lengths are its data.
+
+
 class _OfRow(torch.autograd.Function):
     """Attention within each sequence of a row on a CPU: :func:`_forward` and :func:`_backward`."""
 
@@ -238,7 +291,7 @@ def _forward(
     order = arrange(lengths, window, query.device)
     if order.places is not None:
         query, key, value = map(order.places.place, (query, key, value))
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
     log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
     for call in _calls(order, window, scores.causal)[0]:
         tensors = call.queries(query), call.keys(key), call.keys(value)
@@ -274,7 +327,7 @@ def _backward(
         gradient = gradient * factor.to(gradient.dtype)[..., None]
     rows = (gradient, query, key, value, output, log_sums)
     gradient, query, key, value, output, log_sums = rows if order.places is None else map(order.places.place, rows)
-    of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    of_query, of_key, of_value = (each.new_empty(each.shape) for each in (query, key, value))
     if order.blocks:
         of_key, of_value = of_key.zero_(), of_value.zero_()
     for call in _calls(order, window, scores.causal)[0]:
@@ -287,6 +340,89 @@ def _backward(
     gradients = of_query, of_key, of_value
     of_query, of_key, of_value = gradients if order.places is None else map(order.places.take, gradients)
     return of_query, of_key, of_value, of_sinks
+
+
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, {}Tensor cu_seqlens, int? chunk, int? window, "
+    "bool causal, float? scale, float? softcap) -> ({})"
+)
+
+
+@torch.library.custom_op("ullage::attention_of_row", mutates_args=(), schema=_SCHEMA.format("", "Tensor, Tensor"))
+def _operator(*inputs: Any) -> tuple[Tensor, Tensor]:
+    query, key, value, sinks = inputs[:4]
+    lengths, window, scores = _rest(len(query), *inputs[4:])
+    return _forward(query, key, value, sinks, lengths, window, scores)
+
+
+@_operator.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    return query.new_empty(query.shape), log_sums
+
+
+@torch.library.custom_op(
+    "ullage::attention_of_row_backward",
+    mutates_args=(),
+    schema=_SCHEMA.format("Tensor output, Tensor log_sums, Tensor gradient, ", "Tensor, Tensor, Tensor, Tensor"),
+)
+def _operator_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, sinks, output, log_sums, gradient = inputs[:7]
+    lengths, window, scores = _rest(len(query), *inputs[7:])
+    *found, of_sinks = _backward(gradient, query, key, value, sinks, output, log_sums, lengths, window, scores)
+    return *found, query.new_empty(0) if of_sinks is None else of_sinks
+
+
+@_operator_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    inputs = (query, key, value, query.new_empty(0) if sinks is None else sinks)
+    return tuple(each.new_empty(each.shape) for each in inputs)
+
+
+def _rest(size: int, cu_seqlens: Tensor, chunk: Any, window: Any, *scores: Any) -> tuple[Any, ...]:
+    return tuple(lengths_of_row(cu_seqlens, size, chunk)), window, Scores(*scores)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output, inputs[4])
+    ctx.rest = inputs[5:]
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    *saved, cu_seqlens = ctx.saved_tensors
+    *found, of_sinks = _operator_backward(*saved, gradient, cu_seqlens, *ctx.rest)
+    return *found, None if saved[3] is None else of_sinks, *[None] * 6
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+def attention_of_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    chunk: int | None,
+    window: int | None,
+    scale: float | None,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """:func:`packed_attention` on a CPU as one operator of a compiled graph, without dropout."""
+    value_dim = value.shape[-1]
+    (query, key, value), scale = _equal_dims(query, key, value, scale)
+    return _operator(query, key, value, sinks, cu_seqlens, chunk, window, causal, scale, softcap)[0][..., :value_dim]
+
+
+def _equal_dims(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[list[Tensor], float | None]:
+    """Rows of one dim, which the kernel asks for: zeros behind change no product. And the scale of the scores."""
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if dim == value_dim:
+        return [query, key, value], scale
+    padded = [F.pad(each, (0, max(dim, value_dim) - each.shape[-1])) for each in (query, key, value)]
+    return padded, dim**-0.5 if scale is None else scale
 
 
 @lru_cache(maxsize=16)

@@ -11,49 +11,16 @@ signatures and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attentio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ullage.attention.kernels import with_sinks
-
-#: Lengths and block masks by the tensor of cumulated lengths they were read from, with its version.
-_REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _remember(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
-    """The result of ``make``, made once per state of ``cu_seqlens`` and kept for as long as that tensor lives."""
-    if torch.compiler.is_compiling():
-        return make()
-    # torch counts writes to a tensor in its version: a tensor that was written to has other lengths.
-    if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
-        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
-    known = _REMEMBERED[cu_seqlens][1]
-    if name not in known:
-        known[name] = make()
-    return known[name]
-
-
-def host_lengths(cu_seqlens: Tensor) -> list[int]:
-    """The lengths in tokens; waits for the device once per forward, unless they are on the host."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.diff().tolist()
-    return _remember(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
-
-
-def in_chunks(lengths: Sequence[int], chunk: int) -> list[int]:
-    """Lengths in tokens, cut into chunks that see themselves alone.
-
-    >>> in_chunks([5, 0, 2], 2)
-    [2, 2, 1, 2]
-    """
-    whole = ([chunk] * (length // chunk) + [length % chunk] for length in lengths)
-    return [part for parts in whole for part in parts if part]
+from ullage.attention.segments import host_lengths, in_chunks, remembered
 
 
 def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
@@ -63,7 +30,7 @@ def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
         ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)])
         return torch.from_numpy(ends).to(cu_seqlens.device, torch.int32)
 
-    return _remember(cu_seqlens, ("chunks", chunk), cut)
+    return remembered(cu_seqlens, ("chunks", chunk), cut)
 
 
 @lru_cache(maxsize=1)
@@ -180,7 +147,7 @@ def flex_attention(
 
     num_tokens = len(query)
     name = (num_tokens, window, causal)
-    mask = _remember(cu_seqlens, name, lambda: _block_mask(cu_seqlens, num_tokens, window, causal))
+    mask = remembered(cu_seqlens, name, lambda: _block_mask(cu_seqlens, num_tokens, window, causal))
     mixed = compile_friendly_flex_attention(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
         training=training,

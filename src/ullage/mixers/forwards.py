@@ -322,6 +322,7 @@ class ModelForward(Forward):
         shifted[:, torch.from_numpy(starts).to(shifted.device)] = shifted[:, :1].clone()
         keywords["decoder_input_ids"] = shifted
 
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
@@ -352,6 +353,7 @@ class ModelForward(Forward):
                 vars(module)["_gradient_checkpointing_func"] = CheckpointedRow(function, self.current)
 
 
+@torch.compiler.disable(reason="the lengths of the sequences are data")
 def _are_usual(position_ids: Tensor, layout: Layout) -> bool:
     """Whether positions are those that every model counts by itself. Waits for the device."""
     is_row = tuple(position_ids.shape) == (1, layout.size)
