@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ullage.core.errors import UsageError, first_line
+from ullage.core.errors import InputError, UllageError, UsageError, first_line
 from ullage.core.replacing import replaced
 
 #: The method, as TRL names its command -> how its trainer and its configuration begin.
@@ -197,6 +197,7 @@ def _launch(call: Any) -> int:
     import subprocess
 
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     with ExitStack() as handlers:
@@ -208,6 +209,8 @@ def _launch(call: Any) -> int:
             status = error.returncode
         except ChildFailedError as error:
             status = error.get_first_failure()[1].exitcode
+        except SignalException as error:  # which it has passed on
+            status = 128 + error.sigval
         else:
             return 0
     return status if status >= 0 else 128 - status
@@ -233,22 +236,43 @@ def _without(arguments: Sequence[str], left: Sequence[str]) -> list[str]:
 
 
 def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
-    """Run TRL's script with our trainer."""
+    """Run TRL's script with our trainer. What keeps it from training is said in one line."""
     import trl as library
 
     from ullage.training import trl as trainers
 
     name = f"{METHODS[method]}Trainer"
-    with replaced(library, name, _stopping(getattr(trainers, name))):
-        script.main(*parsed)
+    trainer = _stopping(getattr(trainers, name))
+    try:
+        with replaced(library, name, trainer):
+            script.main(*parsed)
+    except UllageError:
+        raise
+    except (OSError, ValueError) as error:  # no data there, a model that cannot be read, arguments that contradict
+        if trainer.has_begun:
+            raise
+        data = getattr(parsed[0], "dataset_name", None) or ""
+        raise InputError(
+            "TRL's script cannot begin",
+            where=f"ullage trl {method}",
+            found=" ".join(str(error).split()),
+            hint=f"dataset_name takes a folder or a name, and in a recipe a file is: 'datasets: [{{path: json, "
+            f"data_files: {data}}}]'"
+            if Path(data).is_file()
+            else None,
+        ) from error
 
 
-def _stopping(kind: type[Any]) -> type[Any]:
-    """A trainer that SIGTERM and Ctrl-C end after the running step, with a checkpoint and status 143 or 130."""
+def _stopping(kind: type[Any]) -> Any:
+    """A trainer that SIGTERM and Ctrl-C end after the running step, with a checkpoint and status 143 or 130.
+
+    Its class has ``has_begun``, whether one of it trains.
+    """
     from ullage.core.leaving import leave_at_once
     from ullage.training.step.stopping import StopOnSignal, takes_sigterm
 
     def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        made.has_begun = True
         signals = [signal.SIGINT] if takes_sigterm(self.args) else [signal.SIGTERM, signal.SIGINT]
         with StopOnSignal(self, signals, at_once=lambda number: leave_at_once(128 + number)) as stop:
             result = kind.train(self, *arguments, **options)
@@ -263,4 +287,6 @@ def _stopping(kind: type[Any]) -> type[Any]:
         return result
 
     # Model cards and messages say the name of the class.
-    return type(kind.__name__, (kind,), {"train": train, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "train": train, "has_begun": False}
+    made: Any = type(kind.__name__, (kind,), own)
+    return made
