@@ -16,11 +16,11 @@ from tests.support import forked
 from tests.support.train_verb import history
 from tests.support.trl_cases import model, text, tokenizer
 from tests.support.trl_preferences import pairs, unpaired
-from ullage.cli.trl import METHODS, _launcher_call, _parse, _parser_of
+from ullage.cli.trl import METHODS, _launcher_call, _parse, _parser_of, _stopping
 from ullage.cli.trl import trl as verb
 from ullage.core.errors import UsageError
 from ullage.training import TrainingArguments
-from ullage.training.trl import SFTConfig, SFTTrainer
+from ullage.training import trl as ours
 
 COMMAND = [sys.executable, "-m", "ullage", "trl"]
 TEMPLATE = (
@@ -106,21 +106,21 @@ def test_flags_and_a_recipe_give_the_same_arguments(folder):
     assert of_recipe[0] == of_flags[0]
     assert of_recipe[1:] == of_flags[1:] == ([], [])
     training = of_recipe[0][1]
-    assert type(training) is SFTConfig
+    assert type(training) is ours.SFTConfig
     assert (training.packing_capacity, training.packing_verify, training.learning_rate) == (64, False, 0.01)
     over, *_ = _parse(_parser_of("sft")[1], [*path, "--packing_capacity", "auto"])
     assert over[1].packing_capacity == "auto"
-    assert trl.SFTConfig is not SFTConfig  # TRL is as it was
+    assert trl.SFTConfig is not ours.SFTConfig  # TRL is as it was
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_help_shows_trls_arguments_and_ours_in_a_group_of_their_own(method):
-    theirs, title, ours = _parser_of(method)[1].format_help().partition("\narguments of ullage:\n")
+    theirs, title, group = _parser_of(method)[1].format_help().partition("\narguments of ullage:\n")
     assert title
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     names -= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert len(names) >= 14
-    assert all(f"\n  --{name}" in ours and f"\n  --{name}" not in theirs for name in names)
+    assert all(f"\n  --{name}" in group and f"\n  --{name}" not in theirs for name in names)
     assert "\n  --lora_r " in theirs
     assert "\n  --max_length " in theirs or method == "grpo"
 
@@ -218,7 +218,7 @@ def test_a_signal_ends_it_with_a_checkpoint_and_the_same_command_goes_on(folder,
         assert [row["step"] for row in history(folder / word) if "loss" in row] == [*range(1, steps + 3)]
 
 
-def test_the_trainer_keeps_its_name():
-    from ullage.cli.trl import _stopping
-
-    assert _stopping(SFTTrainer).__name__ == "SFTTrainer"
+def test_every_trainer_of_ours_has_a_method_and_keeps_its_name():
+    trainers = {f"{name}Trainer" for name in METHODS.values()}
+    assert trainers == {name for name in ours.__all__ if name.endswith("Trainer")}
+    assert {_stopping(getattr(ours, name)).__name__ for name in trainers} == trainers

@@ -42,10 +42,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     epilog="ullage trl METHOD --help lists its arguments: TRL's, and those of packing.",
 )
 def trl(
-    method: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS))],
+    method: Annotated[
+        str,
+        typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)),
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGUMENTS...", help="What trl METHOD takes, such as --config recipe.yaml."),
+        typer.Argument(metavar="[ARGUMENTS]...", help="What trl METHOD takes, such as --config recipe.yaml."),
     ] = None,
 ) -> None:
     """Run TRL's command line with packing: its flags and YAML recipes, and --packing_capacity beside them."""
