@@ -32,7 +32,7 @@ def run(code, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("module", ["ullage.cli.leaving", "typer", "numpy", "ullage.planning"])
+@pytest.mark.parametrize("module", ["ullage.core.leaving", "typer", "numpy", "ullage.planning"])
 def test_ctrl_c_while_libraries_load(module):
     done = run(_INTERRUPTED, module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ullage: interrupted\n")

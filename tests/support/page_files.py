@@ -16,6 +16,7 @@ from tests.support.page_blocks import OUTPUT, SHELL, Block, added, blocks_of, di
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 #: Files and folders that a page's Python blocks have made by the time its shell blocks run.
 MADE_BY_PYTHON = {
+    "docs/coming_from/trl.md": ("model", "chats"),
     "docs/checkpoints.md": ("checkpoints",),
     "docs/index.md": ("runs/index",),
     "docs/report.md": ("run",),

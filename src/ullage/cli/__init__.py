@@ -11,7 +11,7 @@ import _signal  # pyright: ignore[reportMissingImports]
 import atexit
 import sys
 
-from ullage.cli.interruption import Handled
+from ullage.cli.interruption import Handled, can_leave
 from ullage.cli.verbs import VERBS as VERBS
 
 TYPE_CHECKING = False  # for type checkers it is true; that of typing takes as long to load as all of this
@@ -33,7 +33,6 @@ def _main() -> None:
 
         print(__version__)
         sys.exit(0)
-    from ullage.cli.leaving import can_leave
     from ullage.core.leaving import leave_at_once
 
     try:

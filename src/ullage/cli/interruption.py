@@ -1,7 +1,10 @@
-"""Ctrl-C from the first instant on: one line and exit status 130, never a traceback.
+"""The end of a command: by Ctrl-C, from the first instant on, one line and exit status 130; by itself, its own status.
 
 While libraries load there is nothing to clean up, and an exception there may be taken for a failed import or printed by
 whatever it hits: the process leaves at once. From the verb's first line on, Ctrl-C is Python's ``KeyboardInterrupt``.
+
+A command ends its process groups while Python lives, on every way out. Where it cannot, because a collective is under
+way that no rank may ever join, it leaves without ending the interpreter.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 # The module without its enumerations, which load longer than all that runs before this.
 import _signal  # pyright: ignore[reportMissingImports]
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 #: The exit status of an interrupted command: 128 and the number of the signal.
 STATUS = 130
+#: Seconds for threads to let go, after an error: the launcher waits for this process before it ends the others.
+_AFTER_ERROR = 2.0
 
 
 def say() -> None:
@@ -51,3 +57,15 @@ class Handled:
 def _leave(number: int, frame: Any) -> None:
     say()
     os._exit(STATUS)
+
+
+def can_leave(status: int) -> bool:
+    """End the process groups. Returns whether the interpreter can end as well, with ``status`` as its status."""
+    solver = sys.modules.get("ullage.planning.solver.compiled")
+    if solver is not None and solver.is_busy():  # Ctrl-C in a plan: the interpreter would wait for its end
+        return False
+    # Looked up, not imported: a verb that never loaded torch must not load it in order to end.
+    ending = sys.modules.get("ullage.ranks.ending")
+    if ending is None:  # nothing of this process talked to another one
+        return True
+    return ending.end_groups() if status == 0 else ending.end_groups(_AFTER_ERROR)

@@ -162,7 +162,8 @@ def join_deepspeed(arguments: Any) -> None:
     A model made at stage 3 is cut at once, by what DeepSpeed believes the world size is. Does nothing for arguments
     that ask for no DeepSpeed.
     """
-    if arguments.deepspeed is None or not arguments.use_cpu or not dist.is_initialized():
+    # The plugin is that of the argument, or the one that accelerate launch has asked for.
+    if arguments.deepspeed_plugin is None or not arguments.use_cpu or not dist.is_initialized():
         return
     from ullage.training.deepspeed import init_distributed
 

@@ -1,0 +1,295 @@
+"""``ullage trl METHOD``: TRL's own scripts, flags and YAML recipes, with ullage's trainers in the place of TRL's.
+
+TRL's script loads the data, makes the trainer, trains and saves; in this process its trainer and its configuration are
+ours, so that the arguments of packing stand beside TRL's own. A flag that neither has is one of ``accelerate launch``,
+as in ``trl METHOD``: then this command starts itself again through accelerate.
+"""
+
+# TRL's names are loaded lazily.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ullage.core.errors import InputError, UllageError, UsageError, first_line
+from ullage.core.replacing import replaced
+
+#: The method, as TRL names its command -> how its trainer and its configuration begin.
+METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
+#: The heading of ullage's own arguments in the help.
+_OURS = "arguments of ullage"
+#: What accelerate's launcher and torchrun set for the processes that they start.
+_LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},  # what follows the method is TRL's, --help too
+    epilog="ullage trl METHOD --help lists its arguments: TRL's, and those of packing.",
+)
+def trl(
+    method: Annotated[
+        str,
+        typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS)),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGUMENTS]...", help="What trl METHOD takes, such as --config recipe.yaml."),
+    ] = None,
+) -> None:
+    """Run TRL's command line with packing: its flags and YAML recipes, and --packing_capacity beside them."""
+    given = arguments or []
+    if method not in METHODS:
+        raise UsageError(
+            "ullage trl has no such method",
+            expected=f"one of {', '.join(METHODS)}",
+            found=method,
+            hint=f"without packing it is trl {method}" if _is_script(method) else None,
+        )
+    _set_environment(given)
+    script, parser = _parser_of(method)
+    parsed, of_recipe, of_call = _parse(parser, given)
+    launcher = _launcher_call(parser, of_recipe + of_call, [method, *_without(given, of_call)])
+    if not any(name in os.environ for name in _LAUNCHED):
+        if launcher is not None:
+            sys.exit(_launch(launcher))
+    elif of_call:
+        raise UsageError(
+            "arguments of accelerate launch, in a process that a launcher has started",
+            where=f"ullage trl {method}",
+            found=" ".join(of_call),
+            hint="give them to the launcher, or call ullage trl without one",
+        )
+    _train(script, method, parsed)
+
+
+def _is_script(name: str) -> bool:
+    """Whether TRL has a training script of this name."""
+    return (
+        name.isidentifier() and importlib.util.find_spec("trl") is not None and f"{name}.py" in os.listdir(_scripts())
+    )
+
+
+def _scripts() -> Path:
+    spec = importlib.util.find_spec("trl.scripts")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _recipe(arguments: Sequence[str]) -> str | None:
+    """The file that ``--config`` names."""
+    for word, after in zip(arguments, [*arguments[1:], None], strict=True):
+        if word == "--config":
+            return after
+    return None
+
+
+def _set_environment(arguments: Sequence[str]) -> None:
+    """Set the variables that the recipe lists under ``env``, before libraries load that read them at their import."""
+    path = _recipe(arguments)
+    if path is None:
+        return
+    import yaml
+
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError("the recipe cannot be read", where=path, found=" ".join(str(error).split())) from error
+    if not isinstance(recipe, dict):
+        raise UsageError("the recipe is no recipe", where=path, expected="argument: value, one a line", found=recipe)
+    if isinstance(env := recipe.get("env"), dict):
+        os.environ.update({str(name): str(value) for name, value in env.items()})
+
+
+def _parser_of(method: str) -> tuple[Any, Any]:
+    """TRL's script of a method, and its parser, with our arguments in a group of their own."""
+    import transformers
+    import trl as library
+
+    from ullage.training import TrainingArguments
+    from ullage.training import trl as trainers
+
+    name = f"{METHODS[method]}Config"
+    script = importlib.import_module(f"trl.scripts.{method}")
+    config = getattr(trainers, name)  # made of TRL's, before that is replaced
+    with replaced(library, name, config):
+        parser = script.make_parser(prog=f"ullage trl {method}")
+    theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    ours = {field.name for field in dataclasses.fields(TrainingArguments)} - theirs
+    group = parser.add_argument_group(
+        _OURS, "Packing, and what goes with it; without --packing_capacity nothing is packed."
+    )
+    moved = [action for action in parser._actions if action.dest in ours]
+    for action in moved:
+        parser._optionals._group_actions.remove(action)
+    group._group_actions.extend(moved)
+    return script, parser
+
+
+def _parse(parser: Any, arguments: Sequence[str]) -> tuple[list[Any], list[str], list[str]]:
+    """What the script's ``main`` takes, and what is left of the recipe and of the call."""
+    try:
+        *parsed, of_recipe, of_call = parser.parse_args_and_config(
+            arguments, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except UsageError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
+        raise UsageError("the arguments cannot be used", where=parser.prog, found=first_line(error)) from error
+    return parsed, of_recipe, of_call
+
+
+def _launcher_call(parser: Any, arguments: Sequence[str], again: Sequence[str]) -> Any:
+    """What accelerate's launcher is asked to do; None where this process is all that it would start.
+
+    Args:
+        parser: that of TRL's script, which knows none of ``arguments``.
+        arguments: what is left for the launcher.
+        again: the method and the arguments of the processes that it starts.
+    """
+    import torch
+    from accelerate.commands.config import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    launching = launch_command_parser()
+    known = [name for each in (launching, parser) for name in each._option_string_actions]
+    for word in arguments:
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in (*launching._option_string_actions, "--accelerate_config"):
+            near = get_close_matches(name, known, n=1)
+            raise UsageError(
+                "no such argument of TRL's, of ullage's or of accelerate launch",
+                where=parser.prog,
+                found=name,
+                hint=f"did you mean {near[0]}?" if near else f"{parser.prog} --help lists them",
+            )
+    if not arguments and not Path(default_config_file).is_file() and torch.accelerator.device_count() < 2:
+        return None
+    try:
+        arguments = resolve_accelerate_config_argument(list(arguments))
+    except ValueError as error:
+        raise UsageError("no such configuration", where=parser.prog, found=first_line(error)) from error
+    call = launching.parse_args([*arguments, "--module", "ullage", "trl", *again])
+    if call.training_script != "ullage":
+        raise UsageError("a word that belongs to no argument", where=parser.prog, found=call.training_script)
+    # Without an accelerator accelerate would start one process, whatever the number.
+    kinds = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp", "config_file")
+    if (call.num_processes or 1) > 1 and not torch.accelerator.is_available():
+        call.multi_gpu = call.multi_gpu or not any(getattr(call, kind) for kind in kinds)
+    return call
+
+
+def _launch(call: Any) -> int:
+    """Start the processes, wait for them, and return the status that the first of them to fail ended with, else 0."""
+    import subprocess
+
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with ExitStack() as handlers:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers.callback(signal.signal, number, signal.signal(number, _pass_on))
+        try:
+            launch_command(call)
+        except subprocess.CalledProcessError as error:
+            status = error.returncode
+        except ChildFailedError as error:
+            status = error.get_first_failure()[1].exitcode
+        except SignalException as error:  # which it has passed on
+            status = 128 + error.sigval
+        else:
+            return 0
+    return status if status >= 0 else 128 - status
+
+
+def _pass_on(number: int, frame: Any) -> None:
+    """Leave the end to the processes that were started. Ctrl-C in a terminal has reached them already."""
+    import psutil
+
+    for child in psutil.Process().children() if number == signal.SIGTERM else ():
+        child.send_signal(number)
+
+
+def _without(arguments: Sequence[str], left: Sequence[str]) -> list[str]:
+    """``arguments`` without those that were left over, which are some of them in their order."""
+    rest, kept = list(left), []
+    for word in arguments:
+        if rest and word == rest[0]:
+            rest.pop(0)
+        else:
+            kept.append(word)
+    return kept
+
+
+def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
+    """Run TRL's script with our trainer. What keeps it from training is said in one line."""
+    import trl as library
+
+    from ullage.training import trl as trainers
+
+    name = f"{METHODS[method]}Trainer"
+    trainer = _stopping(getattr(trainers, name))
+    try:
+        with replaced(library, name, trainer):
+            script.main(*parsed)
+    except UllageError:
+        raise
+    except (OSError, ValueError) as error:  # no data there, a model that cannot be read, arguments that contradict
+        if trainer.has_begun:
+            raise
+        data = getattr(parsed[0], "dataset_name", None) or ""
+        raise InputError(
+            "TRL's script cannot begin",
+            where=f"ullage trl {method}",
+            found=" ".join(str(error).split()),
+            hint=f"dataset_name takes a folder or a name, and in a recipe a file is: 'datasets: [{{path: json, "
+            f"data_files: {data}}}]'"
+            if Path(data).is_file()
+            else None,
+        ) from error
+
+
+def _stopping(kind: type[Any]) -> Any:
+    """A trainer that SIGTERM and Ctrl-C end after the running step, with a checkpoint and status 143 or 130.
+
+    Its class has ``has_begun``, whether one of it trains.
+    """
+    from ullage.core.leaving import leave_at_once
+    from ullage.training.step.stopping import StopOnSignal, takes_sigterm
+
+    def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        made.has_begun = True
+        signals = [signal.SIGINT] if takes_sigterm(self.args) else [signal.SIGTERM, signal.SIGINT]
+        with StopOnSignal(self, signals, at_once=lambda number: leave_at_once(128 + number)) as stop:
+            result = kind.train(self, *arguments, **options)
+        if stop.number:
+            state = self.state
+            how = "interrupted" if stop.number == signal.SIGINT else "terminated"
+            self.accelerator.print(
+                f"{how} at step {state.global_step} of {state.max_steps}; continue with the same command and "
+                "--resume_from_checkpoint auto"
+            )
+            sys.exit(stop.exit_status)
+        return result
+
+    # Model cards and messages say the name of the class.
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, "train": train, "has_begun": False}
+    made: Any = type(kind.__name__, (kind,), own)
+    return made

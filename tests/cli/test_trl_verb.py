@@ -1,0 +1,224 @@
+"""``ullage trl``: TRL's command line, flags and recipes over ullage's trainers, packed as exactly as TRL pads."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import transformers
+import trl.scripts
+import yaml
+
+from tests.support import forked
+from tests.support.train_verb import history
+from tests.support.trl_cases import model, text, tokenizer
+from tests.support.trl_preferences import pairs, unpaired
+from ullage.cli.trl import METHODS, _launcher_call, _parse, _parser_of, _stopping
+from ullage.cli.trl import trl as verb
+from ullage.core.errors import UsageError
+from ullage.training import TrainingArguments
+from ullage.training import trl as ours
+
+COMMAND = [sys.executable, "-m", "ullage", "trl"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}w1 {% generation %}{{ m.content }} </s> {% endgeneration %}"
+    "{% else %}w2 {{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}w1 {% endif %}"
+)
+#: What each method takes beside what all do; the padded run of TRL's takes it too.
+RECIPES = {
+    "sft": {"dataset_name": "chats", "assistant_only_loss": True},
+    "dpo": {"dataset_name": "pairs"},
+    "kto": {"dataset_name": "unpaired"},
+    "reward": {"dataset_name": "pairs", "lora_task_type": "SEQ_CLS"},
+    "grpo": {
+        "dataset_name": "prompts",
+        "reward_funcs": ["rewards.first"],
+        "num_generations": 4,
+        "max_completion_length": 6,
+    },
+}
+COMMON = {
+    "model_name_or_path": "model", "use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
+    "per_device_train_batch_size": 8, "max_steps": 3, "learning_rate": 0.01, "logging_steps": 1, "report_to": "none",
+    "bf16": False, "use_cpu": True,
+}  # fmt: skip
+
+
+def said(role, words):
+    return [{"role": role, "content": words.strip()}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a chat template, and chats, pairs, samples and prompts of unequal lengths as files of JSON lines."""
+    folder = tmp_path_factory.mktemp("trl")
+    own = tokenizer()
+    own.chat_template = TEMPLATE
+    for part in (model(), own):
+        part.save_pretrained(folder / "model")
+    chosen = [
+        {"prompt": said("user", row["prompt"]), **{key: said("assistant", row[key]) for key in ("chosen", "rejected")}}
+        for row in pairs(24)
+    ]
+    rows = {
+        "chats": [{"messages": row["prompt"] + row["chosen"]} for row in chosen],
+        "pairs": chosen,
+        "unpaired": [
+            {**row, "prompt": said("user", row["prompt"]), "completion": said("assistant", row["completion"])}
+            for row in unpaired(24)
+        ],
+        "prompts": [{"prompt": said("user", text(i, 1 + (i * 5) % 9))} for i in range(24)],
+    }
+    for name, of_name in rows.items():
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
+    (folder / "rewards.py").write_text(
+        "def first(completions, **_):\n    return [float(sum(map(ord, each[0]['content'])) % 7) for each in completions]\n"
+    )
+    return folder
+
+
+def recipe(folder, method, name, **more):
+    """A recipe for a run into the folder ``name``; its arguments."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**COMMON, **RECIPES[method], "output_dir": name, **more}))
+    return ["--config", str(path)]
+
+
+def run(folder, *command):
+    done = forked.run([*map(str, command)], cwd=folder, env=forked.environment(), timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def logged(run, *names):
+    return [[row[name] for name in names] for row in history(run) if "loss" in row]
+
+
+def test_flags_and_a_recipe_give_the_same_arguments(folder):
+    path = recipe(folder, "sft", "same", packing_capacity=64, packing_verify=False, gradient_checkpointing=False)
+    flags = [word for name, value in {**COMMON, **RECIPES["sft"]}.items() for word in (f"--{name}", str(value))]
+    flags += ["--output_dir", "same", "--packing-capacity", "64", "--no_packing_verify"]
+    flags += ["--gradient_checkpointing", "false"]
+    of_recipe, of_flags = (_parse(_parser_of("sft")[1], arguments) for arguments in (path, flags))
+    assert of_recipe[0] == of_flags[0]
+    assert of_recipe[1:] == of_flags[1:] == ([], [])
+    training = of_recipe[0][1]
+    assert type(training) is ours.SFTConfig
+    assert (training.packing_capacity, training.packing_verify, training.learning_rate) == (64, False, 0.01)
+    over, *_ = _parse(_parser_of("sft")[1], [*path, "--packing_capacity", "auto"])
+    assert over[1].packing_capacity == "auto"
+    assert trl.SFTConfig is not ours.SFTConfig  # TRL is as it was
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_shows_trls_arguments_and_ours_in_a_group_of_their_own(method):
+    theirs, title, group = _parser_of(method)[1].format_help().partition("\narguments of ullage:\n")
+    assert title
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    names -= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert len(names) >= 14
+    assert all(f"\n  --{name}" in group and f"\n  --{name}" not in theirs for name in names)
+    assert "\n  --lora_r " in theirs
+    assert "\n  --max_length " in theirs or method == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("rloo", [], "no such method: expected one of sft, dpo, kto, reward, grpo, found rloo. Without packing it is trl"),
+        ("lora", [], "no such method: expected one of sft, dpo, kto, reward, grpo, found lora$"),
+        ("sft", ["--packing_capcity", "64"], "no such argument .*found --packing_capcity. Did you mean --packing_capacity"),
+        ("sft", ["word"], "a word that belongs to no argument .*found word"),
+        ("sft", ["--packing_capacity", "many"], "the arguments cannot be used .*packing_capacity is not a capacity"),
+        ("sft", ["--config", "nothing.yaml"], "recipe cannot be read .nothing.yaml.*No such file"),
+        ("sft", ["--accelerate_config", "none"], "no such configuration"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_one_line(method, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        verb(method, arguments)
+
+
+def test_what_neither_knows_goes_to_the_launcher(folder, monkeypatch):
+    path = recipe(folder, "dpo", "launched", num_processes=2)
+    given = [*path, "--max_steps", "2", "--machine_rank", "0"]
+    parser = _parser_of("dpo")[1]
+    _, of_recipe, of_call = _parse(parser, given)
+    assert (of_recipe, of_call) == (["--num_processes", "2"], ["--machine_rank", "0"])
+    call = _launcher_call(parser, of_recipe + of_call, ["dpo", *path])
+    assert (call.module, call.training_script, call.num_processes, call.machine_rank) == (True, "ullage", 2, 0)
+    assert call.training_script_args == ["trl", "dpo", *path]
+    assert call.multi_gpu  # two processes, where there is no GPU as well
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match=r"in a process that a launcher has started .*found --machine_rank 0"):
+        verb("dpo", given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_packed_from_a_recipe_has_the_losses_of_trl_padded(folder, method):
+    run(folder, *COMMAND, method, *recipe(folder, method, f"{method} packed", packing_capacity=96))
+    script = os.path.join(trl.scripts.__path__[0], f"{method}.py")
+    run(folder, sys.executable, script, *recipe(folder, method, f"{method} padded"))
+    packed, padded = (logged(folder / f"{method} {how}", "loss", "grad_norm") for how in ("packed", "padded"))
+    assert len(padded) == 3
+    assert padded[0] != padded[2]
+    assert packed == [pytest.approx(row, rel=1e-5) for row in padded]
+    assert logged(folder / f"{method} packed", "padding_computed") == [[0]] * 3
+    assert not any("padding_computed" in row for row in history(folder / f"{method} padded"))
+    assert (folder / f"{method} packed" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kto", "reward", "grpo"])
+def test_the_other_methods_run_to_their_end(folder, method):
+    run(folder, *COMMAND, method, *recipe(folder, method, method, packing_capacity=128, max_steps=2))
+    rows = logged(folder / method, "loss", "grad_norm", "padding_computed", "capacity_unused", "num_tokens")
+    assert len(rows) == 2
+    for loss, norm, padding, unused, tokens in rows:
+        assert abs(loss) < 2
+        assert 0 < norm < 50
+        assert (padding, 0 <= unused < 1, tokens > 0) == (0, True, True)
+    assert (folder / method / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_of_torchrun_have_the_losses_of_one(folder):
+    path = recipe(folder, "dpo", "two", packing_capacity=96, per_device_train_batch_size=4)
+    run(folder, sys.executable, *forked.TORCHRUN, 2, "-m", "ullage", "trl", "dpo", *path)
+    run(folder, *COMMAND, "dpo", *recipe(folder, "dpo", "one", packing_capacity=96))
+    one, two = (logged(folder / name, "loss", "grad_norm", "num_tokens") for name in ("one", "two"))
+    assert len(one) == 3
+    assert two == [pytest.approx(row, rel=1e-5) for row in one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "launched", "word"), [(signal.SIGINT, {}, "interrupted"), (signal.SIGTERM, {"mixed_precision": "no"}, "terminated")],
+    ids=["Ctrl-C", "SIGTERM to one that accelerate has started"],
+)  # fmt: skip
+def test_a_signal_ends_it_with_a_checkpoint_and_the_same_command_goes_on(folder, number, launched, word):
+    path = recipe(folder, "sft", word, packing_capacity=96, max_steps=10_000, **launched)
+    running = forked.Process([*COMMAND, "sft", *path], cwd=folder, env=forked.environment(PYTHONUNBUFFERED="1"))
+    until = time.monotonic() + 120
+    while "'loss'" not in running.printed()[0] and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(number)
+    assert running.wait(120) == 128 + number, running.printed()
+    out, _ = running.printed()
+    steps = history(folder / word)[-1]["step"]
+    assert f"{word} at step {steps} of 10000; continue with the same command" in out
+    assert not (folder / word / "adapter_config.json").exists()  # TRL's script went no further
+    if not launched:
+        run(folder, *COMMAND, "sft", *path, "--resume_from_checkpoint", "auto", "--max_steps", steps + 2)
+        assert [row["step"] for row in history(folder / word) if "loss" in row] == [*range(1, steps + 3)]
+
+
+def test_every_trainer_of_ours_has_a_method_and_keeps_its_name():
+    trainers = {f"{name}Trainer" for name in METHODS.values()}
+    assert trainers == {name for name in ours.__all__ if name.endswith("Trainer")}
+    assert {_stopping(getattr(ours, name)).__name__ for name in trainers} == trainers
