@@ -21,6 +21,8 @@ MODELS = {
     "gemma3_text": GEMMA3,
 }
 MORE_MODELS = {
+    "gpt_oss": {"num_local_experts": 4, **WINDOWED},
+    "gemma2": {**WINDOWED, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "mistral": WINDOWED, "gpt2": GPT2, "qwen3": {}, "phi3": {"sliding_window": 100}, "deepseek_v3": LATENT,
     "mixtral": {"num_local_experts": 4},
 }  # fmt: skip

@@ -94,7 +94,7 @@ class ContextParallel(contextlib.ContextDecorator):
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.size == 1:
             return call.attend(query, key, value)[None]
-        return exchange_heads(query, key, value, slices, self.group, call.attend)[None]
+        return exchange_heads(query, key, value, slices, self.group, call.of_heads(self.size, self.rank).attend)[None]
 
     def _agree(self, slices: Slices | None, check: Callable[[], None], query: Tensor, key: Tensor) -> Slices:
         """The slices, after ``check``; for a row's first layer together with the other ranks: if one fails, all raise.

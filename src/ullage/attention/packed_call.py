@@ -9,11 +9,12 @@ with the fastest kernel that takes it. Context parallel calls the same two metho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
 
@@ -251,8 +252,8 @@ class PackedCall:
         # What was asked for beside the lengths.
         require_known_keywords(module, self.unknown)
         _refuse_unpackable(module, query, key, self.mask, causal=self.causal, window=self.window)
-        if self.slices is not None:
-            self._refuse_to_cut()
+        if self.slices is not None and not self.causal:
+            raise refusal(module, "an attention in both directions cannot be cut over ranks", hint="give it cp=1")
         # The lengths themselves.
         _refuse_other_keys(module, self.cu_seqlens, self.key_cu_seqlens)
         # The model around the layer: what it is, and what it was called with.
@@ -273,21 +274,16 @@ class PackedCall:
             if not getattr(vars(given.model or module).get("forward"), "keeps_padding_apart", False):
                 self._refuse_padding(given.positions)
 
-    def _refuse_to_cut(self) -> None:
-        """Refuse what the exchange of a row cut over ranks does not know."""
-        kinds = {
-            "an attention in both directions": not self.causal,
-            "an attention with sinks": self.sinks is not None,
-            "an attention with a soft cap of its scores": self.softcap is not None,
-            "an attention in chunks": self._chunk is not None,
-        }
-        for kind, is_there in kinds.items():
-            if is_there:
-                raise refusal(self.module, f"{kind} cannot be cut over ranks", hint="give it cp=1")
-
     @property
     def _chunk(self) -> int | None:
         return self.mask.chunk if isinstance(self.mask, DeferredMask) else None
+
+    def of_heads(self, size: int, rank: int) -> PackedCall:
+        """The call for the heads of one of ``size`` ranks: as many neighbours for each, filled up at the end."""
+        if self.sinks is None:
+            return self
+        sinks = F.pad(self.sinks, (0, -len(self.sinks) % size))
+        return replace(self, sinks=sinks.unflatten(0, (size, -1))[rank])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention within each sequence of a whole row, [T, query heads, value dim].
