@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(optionalhook=True)  # make test-core has no xdist
 def pytest_xdist_setupnodes(config, specs):
     """The workers are forked from one process with the heavy libraries, as are the processes that tests start."""
     python = forked.worker_python(config._tmp_path_factory.mktemp("workers"))

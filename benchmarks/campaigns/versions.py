@@ -1,14 +1,14 @@
 """Whether ullage does on older and newer releases of transformers what it does on the one that is installed.
 
-Each release is installed into an environment of its own over the packages that are there (``build/versions``), and does four
-things: ``tests``, a selection of ours; ``audit``, the audit of forty model types; ``trl``, the tests of TRL's trainers;
-``losses``, runs of two models, packed, evaluated, stopped and continued, of which every loss has to be that of the other
-releases. ``docs/compatibility.md`` has the table. Results are kept after each part, and added to those of the same day.
+Each release is installed into an environment of its own over the packages that are there (``build/versions``), and does
+four things: ``tests``, a selection of ours; ``audit``, the audit of forty model types; ``trl``, the tests of TRL's
+trainers; ``losses``, runs of two models, packed, evaluated, stopped and continued, whose losses have to be those of the
+other releases. ``docs/compatibility.md`` has the table. Results are kept after each part, and added to those of the day.
 
     python benchmarks/campaigns/versions.py                                         # all, half an hour
     python benchmarks/campaigns/versions.py --versions 5.4.0,5.16.1 --only audit,losses
     python benchmarks/campaigns/versions.py --quick                                 # make compat: a few tests, twice
-    python benchmarks/campaigns/versions.py --page FILE                             # the table of the page, of one record
+    python benchmarks/campaigns/versions.py --page FILE                             # write one record into the page
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import ullage  # noqa: E402
 VERSIONS = ("5.4.0", "5.6.2", "5.10.4", "5.15.0", "5.16.1", "5.19.0", "5.24.0")
 #: The oldest and the newest, as ``make compat`` installs them: nothing that is published later changes its result.
 QUICK = {
-    "5.4.0": ("tokenizers==0.22.2", "huggingface_hub==1.8.0", "httpx==0.28.1", "httpcore==1.0.9"),
+    "5.4.0": ("tokenizers==0.22.2", "huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9"),
     "5.24.0": (),
 }
 QUICK_TESTS = (
@@ -55,31 +55,41 @@ QUICK_TESTS = (
 )
 PARTS = ("tests", "audit", "trl", "losses")
 TESTS = (
-    "tests/attention/test_attention.py",
     "tests/mixers/test_pack_model.py",
-    "tests/proofs/test_auditing.py",
-    *(
-        f"tests/training/test_{name}.py"
-        for name in "continuing losses packed_models packing padded_evaluation seq2seq_trainer trainer verify".split()
-    ),
+    "tests/training/test_continuing.py",
+    "tests/training/test_losses.py",
+    "tests/training/test_packed_models.py",
+    "tests/training/test_packing.py",
+    "tests/training/test_padded_evaluation.py",
+    "tests/training/test_seq2seq_trainer.py",
+    "tests/training/test_trainer.py",
 )
 TRL_TESTS = tuple(f"tests/training/test_trl_{name}.py" for name in ("sft", "preferences", "metrics"))
 #: Head -> types: attention of every kind, windows and sinks, experts, states and hybrids, encoders, encoder-decoders.
 TYPES = {
     "causal": (
         "bamba bloom deepseek_v3 falcon falcon_h1 falcon_mamba gemma2 gemma3_text glm4_moe gpt2 gpt_neox gpt_oss "
-        "granitemoehybrid jamba kimi_linear lfm2 lfm3 llama llama4_text mamba mamba2 mistral mixtral nemotron_h olmo3 "
-        "phi3 qwen2 qwen3 qwen3_moe qwen3_next"
-    ).split(),
-    "masked": "bert deberta-v2 esm eurobert modernbert roberta".split(),
-    "seq2seq": "bart led m2m_100 t5".split(),
+        "granitemoehybrid jamba kimi_linear lfm2 llama llama4_text mamba mamba2 mistral mixtral nemotron_h olmo3 "
+        "phi3 qwen2 qwen3 qwen3_moe qwen3_next zamba2"
+    ),
+    "masked": "bert deberta-v2 esm eurobert modernbert roberta",
+    "seq2seq": "bart led m2m_100 t5",
 }
 #: Largest difference of a loss between releases, relative.
 BOUND = 1e-6
+#: Part of a test's or type's name or of its failure -> why it fails on a release. Whatever is not here is a defect.
+EXPLAINED = {
+    "StrictDataclassFieldValidationError": "its configuration says `int` of a switch, which recent huggingface_hub "
+    "refuses (`huggingface_hub==1.8` does not)",
+    "this model drops lengths": "refused: the layer of `falcon_h1` hands no lengths to its attention",
+    "zamba2": "`zamba2` alone is not causal there: its scan in chunks changes with the tokens that follow",
+    "[nemotron]": "refused by transformers: the attention of `nemotron` is one of its own three there",
+    "position_bias": "refused in other words: T5 cuts its mask before the attention sees it",
+}
 
 
 def environment(version: str) -> tuple[Path, float]:
-    """The Python of an environment with one release of transformers over the packages that are there; seconds it took."""
+    """The Python of an environment with one release over the packages that are there, and the seconds it took."""
     folder = ROOT / "build" / "versions" / version
     python, began = folder / "bin" / "python", time.monotonic()
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
@@ -101,7 +111,7 @@ def run(python: Path, *command: object, timeout: float = 1500, **options: Any) -
     )
 
 
-def tested(python: Path, tests: tuple[str, ...], chosen: str = "not gpu and not slow") -> dict[str, Any]:
+def tested(python: Path, tests: tuple[str, ...], chosen: str) -> dict[str, Any]:
     """What passed, what failed and why, and what is not applicable and why, of a selection of the tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -130,7 +140,7 @@ def audited() -> dict[str, Any]:
     found: dict[str, Any] = {"passed": 0, "failed": {}, "not applicable": {}}
     for kind, names in TYPES.items():
         there = set(model_types(kind))
-        for name in names:
+        for name in names.split():
             if name not in there:
                 found["not applicable"][name] = "this release has not the type"
                 continue
@@ -143,7 +153,7 @@ def audited() -> dict[str, Any]:
 
 
 def losses() -> dict[str, Any]:
-    """Losses of packed runs of six steps, evaluated twice, and of the last three once more. Runs within an environment."""
+    """Losses of packed runs of six steps, evaluated twice, the last three once more. Runs within an environment."""
     import torch
     import transformers
 
@@ -195,8 +205,21 @@ def differences(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def table(record: dict[str, Any]) -> str:
-    """The table of the page: passed · failed · not applicable of each part, and the losses."""
+def explanation(name: str, why: str) -> str | None:
+    """Why a test or type fails on a release; None where nobody knows yet."""
+    return next((reason for part, reason in EXPLAINED.items() if part in name or part in why), None)
+
+
+def failures(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(release, part, name, message) of all that failed."""
+    rows = ((version, part, row.get(part, {})) for version, row in record["releases"].items() for part in PARTS)
+    return [
+        (version, part, name, why) for version, part, found in rows for name, why in found.get("failed", {}).items()
+    ]
+
+
+def section(record: dict[str, Any]) -> str:
+    """The table of the page: passed · failed · not applicable of each part, the losses, and why what failed fails."""
     off = differences(record)
     lines = ["| transformers | tests | audit | TRL's trainers | losses |", "|---|---|---|---|---|"]
     for version, row in record["releases"].items():
@@ -205,8 +228,16 @@ def table(record: dict[str, Any]) -> str:
             told = row.get(part)
             counts = told and (told["passed"], len(told["failed"]), len(told["not applicable"]))
             cells.append("not run" if not counts else " · ".join(map(str, counts)))
-        cells.append(f"{off[version]:.0e}" if version in off else "not run")
+        cells.append("not run" if version not in off else f"{off[version]:.0e}" if off[version] else "equal")
         lines.append(f"| {version} | {' | '.join(cells)} |")
+    reasons: dict[str, dict[str, int]] = {}
+    for version, part, name, why in failures(record):
+        known = reasons.setdefault(explanation(name, why) or f"not explained: {part}, {name}", {})
+        known[version] = known.get(version, 0) + 1
+    for reason, found in reasons.items():
+        if lines[-1].startswith("|"):
+            lines.append("")
+        lines.append(f"- {', '.join(f'{version} ({number})' for version, number in found.items())}: {reason}.")
     return "\n".join(lines)
 
 
@@ -217,7 +248,7 @@ def part_of(version: str, part: str, python: Path) -> dict[str, Any]:
     """The result of one part on one release, and its seconds."""
     began = time.monotonic()
     if part == "tests":
-        found = tested(python, TESTS)
+        found = tested(python, TESTS, "not gpu and not slow")
     elif part == "trl":
         found = tested(python, TRL_TESTS, "not gpu")
     else:
@@ -253,7 +284,11 @@ def main(
         print(json.dumps(INSIDE[inside]()))
         return
     if page is not None:
-        print(table(json.loads(page.read_text())))
+        said = f"<!-- versions: begin -->\n\n{section(json.loads(page.read_text()))}\n\n<!-- versions: end -->"
+        at = ROOT / "docs" / "compatibility.md"
+        at.write_text(
+            re.sub(r"<!-- versions: begin -->.*<!-- versions: end -->", lambda _: said, at.read_text(), flags=re.S)
+        )
         return
     if quick_tests:
         raise typer.Exit(quick())
@@ -271,7 +306,9 @@ def main(
         for version in versions.split(","):
             python, _ = environment(version)
             row = record.setdefault("releases", {}).setdefault(version, {})
-            listed = run(python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check", capture_output=True)
+            listed = run(
+                python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check", capture_output=True
+            )
             names = "transformers|tokenizers|huggingface_hub|accelerate|trl|torch|peft"
             row["installed"] = dict(re.findall(rf"^({names})==(\S+)$", listed.stdout, re.MULTILINE))
             for part in asked:
@@ -282,17 +319,12 @@ def main(
                 )
                 path.write_text(json.dumps(record, indent=1) + "\n")  # after each part: the next one takes minutes
                 bar.advance(task)
-    print(table(record))
-    failed = [
-        (version, part, name, why)
-        for version, row in record["releases"].items()
-        for part in PARTS
-        for name, why in row.get(part, {}).get("failed", {}).items()
-    ]
-    for each in failed:
+    print(section(record))
+    unknown = [each for each in failures(record) if explanation(*each[2:]) is None]
+    for each in unknown:
         print("FAILED ", *each)
     print(path)
-    if failed or max(differences(record).values(), default=0.0) > BOUND:
+    if unknown or max(differences(record).values(), default=0.0) > BOUND:
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 =====  ==============================================================================================================
 since  what came
 =====  ==============================================================================================================
+5.5.4  accumulated gradients are divided by their number once
 5.10   a causal model's labels are counted without the first of each sequence; ours always were
 5.15   ``LabelSmoother`` takes ``num_items_in_batch``; ``TrainingArguments.dataloader_multiprocessing_context``
 5.19   ``Trainer.loss_is_scaled_for_ga``; the mean loss of a resumed run is over the steps of this call
