@@ -3,7 +3,7 @@
 Each release is installed into an environment of its own over the packages that are there (``build/versions``), and does
 four things: ``tests``, a selection of ours; ``audit``, the audit of forty model types; ``trl``, the tests of TRL's
 trainers; ``losses``, runs of two models, packed, evaluated, stopped and continued, whose losses have to be those of the
-other releases. ``docs/compatibility.md`` has the table. Results are kept after each part, and added to those of the day.
+other releases. ``docs/compatibility.md`` has the table. Results are kept after each part, beside those of the same day.
 
     python benchmarks/campaigns/versions.py                                         # all, half an hour
     python benchmarks/campaigns/versions.py --versions 5.4.0,5.16.1 --only audit,losses
@@ -55,16 +55,20 @@ QUICK_TESTS = (
 )
 PARTS = ("tests", "audit", "trl", "losses")
 TESTS = (
-    "tests/mixers/test_pack_model.py",
     "tests/training/test_continuing.py",
     "tests/training/test_losses.py",
     "tests/training/test_packed_models.py",
     "tests/training/test_packing.py",
     "tests/training/test_padded_evaluation.py",
-    "tests/training/test_seq2seq_trainer.py",
-    "tests/training/test_trainer.py",
 )
-TRL_TESTS = tuple(f"tests/training/test_trl_{name}.py" for name in ("sft", "preferences", "metrics"))
+TRL_TESTS = (
+    "tests/training/test_trl_sft.py::test_losses_and_metrics_are_those_of_trl_unpacked",
+    "tests/training/test_trl_sft.py::test_the_ready_trainer_trains_packed_by_trls_defaults_and_resumes",
+    "tests/training/test_trl_preferences.py::test_dpo_is_that_of_padded_rows",
+    "tests/training/test_trl_preferences.py::test_kto_is_that_of_padded_rows",
+    "tests/training/test_trl_preferences.py::test_reward_models_are_those_of_padded_rows",
+    "tests/training/test_trl_preferences.py::test_grpo_is_that_of_padded_rows",
+)
 #: Head -> types: attention of every kind, windows and sinks, experts, states and hybrids, encoders, encoder-decoders.
 TYPES = {
     "causal": (
