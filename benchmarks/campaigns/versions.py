@@ -52,10 +52,10 @@ QUICK_TESTS = (
     "tests/training/test_packed_models.py::test_packed_training_is_training_on_padded_batches",
     "tests/training/test_trainer.py::test_a_step_in_which_no_label_counts_is_one_of_zero_loss_as_in_transformers",
     "tests/proofs/test_auditing.py::test_a_packed_model_is_exact_and_left_as_it_was",
+    "tests/models/test_generate.py::test_a_given_state_is_gone_on_from",
 )
 PARTS = ("tests", "audit", "trl", "losses")
 TESTS = (
-    "tests/training/test_continuing.py",
     "tests/training/test_losses.py",
     "tests/training/test_packed_models.py",
     "tests/training/test_packing.py",
