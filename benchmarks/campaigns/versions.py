@@ -5,7 +5,7 @@ four things: ``tests``, a selection of ours; ``audit``, the audit of forty model
 trainers; ``losses``, runs of two models, packed, evaluated, stopped and continued, whose losses have to be those of the
 other releases. ``docs/compatibility.md`` has the table. Results are kept after each part, beside those of the same day.
 
-    python benchmarks/campaigns/versions.py                                         # all, half an hour
+    python benchmarks/campaigns/versions.py                                         # all
     python benchmarks/campaigns/versions.py --versions 5.4.0,5.16.1 --only audit,losses
     python benchmarks/campaigns/versions.py --quick                                 # make compat: a few tests, twice
     python benchmarks/campaigns/versions.py --page FILE                             # write one record into the page
@@ -87,8 +87,6 @@ EXPLAINED = {
     "refuses (`huggingface_hub==1.8` does not)",
     "this model drops lengths": "refused: the layer of `falcon_h1` hands no lengths to its attention",
     "zamba2": "`zamba2` alone is not causal there: its scan in chunks changes with the tokens that follow",
-    "[nemotron]": "refused by transformers: the attention of `nemotron` is one of its own three there",
-    "position_bias": "refused in other words: T5 cuts its mask before the attention sees it",
 }
 
 
