@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign watch release-check lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign compat test-core watch release-check lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,6 +57,16 @@ test: install  ## the tests, under five minutes on two cores; ROOM=planning for 
 test-slow: install  ## the rest of the tests; ROOM= as above
 	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'slow and not gpu' $(PYTEST_ARGS)
 
+# Tests that import no torch, transformers or datasets.
+CORE := tests/layout tests/cli/test_interruption.py $(addprefix tests/planning/test_,planning.py planning_properties.py solver.py) \
+	$(addprefix tests/report/test_,checkpoint_page.py curves.py padded.py plan_page.py)
+
+test-core:  ## the tests that need no PyTorch, in an environment without it: make test-core PYTHON=python3.13
+	test -x build/core/bin/python || $(PYTHON) -m venv build/core
+	build/core/bin/python -m pip install --quiet numpy jinja2 psutil pyyaml rich tqdm typer numba pytest hypothesis
+	build/core/bin/python -m compileall -q src
+	PYTHONPATH=src build/core/bin/python -m pytest $(CORE) -m 'not gpu' $(PYTEST_ARGS)
+
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
 
@@ -70,6 +80,9 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 	for script in benchmarks/campaigns/*.py; do [ -f "$$script" ] || continue; \
 		printf '  make campaign NAME=%-16s %s\n' "$$(basename "$$script" .py)" "$$(head -n 1 "$$script" | tr -d '\"')"; done; \
 	[ -z "$(NAME)" ]
+
+compat: install  ## a few tests on the oldest transformers that is supported, and on the newest; a minute and a half
+	@$(BIN)/python benchmarks/campaigns/versions.py --quick
 
 watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path
 	@$(BIN)/python maintenance/watch.py $(filter-out PYTHON=% ROOM=% NAME=% ARGS=%,$(MAKEOVERRIDES))

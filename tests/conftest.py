@@ -2,10 +2,12 @@
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from packaging.version import Version
 
 from tests.support import forked, matrices
 from tests.support.locks import remove_abandoned_locks
@@ -43,6 +45,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.hookimpl(optionalhook=True)  # make test-core has no xdist
 def pytest_xdist_setupnodes(config, specs):
     """The workers are forked from one process with the heavy libraries, as are the processes that tests start."""
     python = forked.worker_python(config._tmp_path_factory.mktemp("workers"))
@@ -52,6 +55,13 @@ def pytest_xdist_setupnodes(config, specs):
 
 def pytest_sessionstart(session):
     remove_abandoned_locks()
+
+
+def pytest_runtest_setup(item):
+    for name, least, instead in (mark.args for mark in item.iter_markers("since")):
+        found = metadata.version(name)
+        if Version(found) < Version(least):
+            pytest.skip(f"{name} {found} {instead}")
 
 
 @pytest.fixture(autouse=True)

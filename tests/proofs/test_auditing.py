@@ -153,6 +153,7 @@ def test_a_model_whose_sequences_compete_has_a_word_of_its_own():
     assert "mlp.router" in report.reason
 
 
+@pytest.mark.since("transformers", "5.23", "has not this type")
 def test_what_cannot_be_built_is_no_pass():
     report = audit_entry("causal", "gemma4_assistant")
     assert report.verdict == "not built"
@@ -185,6 +186,7 @@ def test_a_sample_of_all_types_says_what_the_committed_table_says():
         assert f"| {name} | {report.verdict} |" in sections[kind], (kind, name, str(report))
 
 
+@pytest.mark.since("transformers", "5.23", "has types that the table, made with 5.23, has not")
 def test_every_type_is_in_the_committed_table():
     sections = committed_table()
     assert [(kind, name) for kind, name in entries() if f"\n| {name} | " not in sections[kind]] == []

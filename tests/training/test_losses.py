@@ -55,7 +55,9 @@ def make(kind, **options):
     if kind is hf.T5ForConditionalGeneration:
         special = {"pad_token_id": 0, "decoder_start_token_id": 0}
         return kind(
-            hf.T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0, **special)
+            hf.T5Config(
+                vocab_size=23, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, **special
+            )
         )
     if kind is hf.BartForCausalLM:
         return kind(

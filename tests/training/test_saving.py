@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from tests.support import packing_script
 from tests.support.launch import full_disk
 from tests.support.small_runs import losses, quiet
 from ullage.core.errors import CheckpointError, TrainingError
@@ -262,6 +263,19 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path):
     assert all(line.endswith("Make room, or give a folder that can be written to; what was there before is as it was")
                for line in said)  # fmt: skip
     assert examine(tmp_path / "checkpoint-2").damage == ()
+
+
+@pytest.mark.regression
+def test_experts_that_are_saved_one_by_one_are_loaded(tmp_path):
+    """transformers' own Trainer looks for them by their name in memory, where they are one tensor of a layer."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"load_best_model_at_end": True, "learning_rate": 0.01}
+    runs = []
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        mine = packing_script.make_trainer("mixtral", str(tmp_path), **options)
+        mine.train(resume_from_checkpoint=resumed)
+        runs.append((mine.evaluate()["eval_loss"], *losses(mine)))  # of the best model
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6)
 
 
 def test_no_step_is_trained_where_none_is_left(tmp_path):

@@ -171,6 +171,7 @@ _HARMLESS = frozenset(
         # positions, which the caller has applied to queries and keys already
         "position_embeddings",
         # the cache, which the caller has applied already
+        "cache",
         "cache_position",
         "past_key_value",
         "past_key_values",

@@ -35,7 +35,16 @@ from ullage.mixers.ways import Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
-    {*LENGTH_NAMES, *TARGET_LENGTH_NAMES, "attention_mask", "cache_params", "cu_seqlens", "mask", "past_key_values"}
+    {
+        *LENGTH_NAMES,
+        *TARGET_LENGTH_NAMES,
+        "attention_mask",
+        "cache",
+        "cache_params",
+        "cu_seqlens",
+        "mask",
+        "past_key_values",
+    }
     | {"seq_idx"}
 )
 
@@ -383,7 +392,7 @@ def _refuse_masks_and_caches(keywords: dict[str, Any], where: str) -> None:
                 where=f"{where}, {name}",
                 hint="pass what RaggedBatch.to_flattened() gives",
             )
-    for name in ("past_key_values", "cache_params", "encoder_outputs"):
+    for name in ("past_key_values", "cache", "cache_params", "encoder_outputs"):
         if keywords.get(name) is not None:
             raise InputError("a packed row takes no cache", where=f"{where}, {name}", hint="leave it out")
         keywords.pop(name, None)

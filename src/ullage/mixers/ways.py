@@ -184,8 +184,9 @@ def _by_lengths(model: nn.Module) -> tuple[Way, ...]:
         biased = _by_biased_attention(model)
         return (whole,) if biased is None else (biased, whole)
     ways: list[Way] = []
-    if getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
-        ways.append(Way("mixers", tuple(path for path, _ in mixers_of(model))))
+    mixers = tuple(path for path, _ in mixers_of(model))  # none in a hybrid's configuration with attention alone
+    if mixers and getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
+        ways.append(Way("mixers", mixers))
     backbone = _backbone(model)
     if backbone is not None and works_by_token(model) and config.model_type not in _WITH_THEIR_HEADS:
         ways.append(Way("backbone", (backbone,)))

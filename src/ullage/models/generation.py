@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
@@ -32,6 +33,8 @@ else:
 
 #: Keywords that describe where prompts lie; padded rows and their mask take their place.
 _LAYOUT_NAMES = ("input_lengths", *LENGTH_NAMES, "position_ids")
+#: The keyword under which transformers' loops hold the state: "cache" since 5.24.
+_CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
@@ -55,10 +58,12 @@ class RecurrentGenerationMixin(_Base):
         """
         name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
         given = kwargs.pop(name, None) if inputs is None else inputs
+        _rename(kwargs, _CACHE, "past_key_values")
         if given is not None:
             kwargs = self._lay_out(name, given, kwargs)
         if self.config.is_encoder_decoder:
             kwargs = self._encode_sources(kwargs)
+        _rename(kwargs, "past_key_values", _CACHE)
         return super().generate(None, *args, **kwargs)  # pyright: ignore
 
     def _lay_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +166,10 @@ class RecurrentGenerationMixin(_Base):
             )
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # pyright: ignore
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        _rename(model_kwargs, _CACHE, "past_key_values")  # as ``forward`` calls it; transformers passes a copy
+        super()._validate_model_kwargs(model_kwargs)  # pyright: ignore
+
     def _expand_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         expand_size: int = 1,
@@ -169,11 +178,12 @@ class RecurrentGenerationMixin(_Base):
         **model_kwargs: Any,
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Repeat each prompt ``expand_size`` times, and each state of one; otherwise as transformers."""
-        for holder in (model_kwargs, model_kwargs.get("encoder_outputs") or {}):
+        encoded = model_kwargs.get("encoder_outputs") or {}
+        for holder, name in ((model_kwargs, _CACHE), (encoded, "past_key_values")):
             # transformers repeats tensors among the keywords, and leaves a state as it is.
-            state = holder.get("past_key_values")
+            state = holder.get(name)
             if isinstance(state, RecurrentState) and expand_size > 1:
-                holder["past_key_values"] = repeated = state.copy()
+                holder[name] = repeated = state.copy()
                 repeated.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(  # pyright: ignore
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
@@ -197,6 +207,7 @@ class RecurrentGenerationMixin(_Base):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        _rename(inputs, _CACHE, "past_key_values")
         # transformers derives positions from the mask; this model would read them as a description of where sequences
         # begin.
         for name in ("position_ids", "decoder_position_ids"):
@@ -204,6 +215,20 @@ class RecurrentGenerationMixin(_Base):
         if inputs.get("past_key_values") is not None and not is_first_iteration:
             inputs.pop("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask", None)
         return inputs
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ):
+        """The keywords of the next call, with the state that this one gave."""
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)  # pyright: ignore
+        if outputs.get("past_key_values") is not None:
+            updated[_CACHE] = outputs["past_key_values"]
+        return updated
+
+
+def _rename(keywords: dict[str, Any], old: str, new: str) -> None:
+    if old != new and old in keywords:
+        keywords[new] = keywords.pop(old)
 
 
 def begins_with(rows: Tensor, state: RecurrentState) -> bool:

@@ -35,6 +35,8 @@ class RecurrentState:
 
     # Asked by generate() before it compiles a step.
     is_compileable: ClassVar[bool] = False
+    # Asked by generate() since transformers 5.24: rows that hold the past are cut, as those of an attention.
+    is_linear: ClassVar[tuple[bool, ...]] = (False,)
 
     @property
     def num_sequences(self) -> int:

@@ -198,6 +198,8 @@ _NAMES = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
+#: Kinds of layers as releases of transformers before 5.15 call some of them.
+_FORMER_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 _SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 #: What a configuration or a model raises that does not take its sizes, or lacks a package.
 _REFUSALS = (
@@ -357,6 +359,10 @@ def _shrunk(default: PreTrainedConfig) -> PreTrainedConfig:
     _match_heads(values, vars(default))
     # Copied, since configurations change the dictionaries that they are given.
     values.update(copy.deepcopy(settings))
+    for name in {*PER_LAYER} & {*settings}:
+        own = vars(default).get(name) or ()
+        if isinstance(own, (list, tuple)) and {"mamba", "attention"} & {*own}:
+            values[name] = [_FORMER_KINDS.get(kind, kind) for kind in values[name]]
     return type(default)(**values)
 
 

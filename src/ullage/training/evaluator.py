@@ -43,6 +43,7 @@ from ullage.training.predicting import (
     missing_labels,
 )
 from ullage.training.setup import fsdp
+from ullage.training.setup.releases import worker_start
 from ullage.training.setup.sharding import data_ranks, sharding_of
 from ullage.training.step.packing import Packer
 
@@ -458,7 +459,7 @@ def evaluation_loader(
             batch_sampler=share.indices(len(dataset)),
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            multiprocessing_context=worker_start(args),
             prefetch_factor=args.dataloader_prefetch_factor,
             **options,
         )

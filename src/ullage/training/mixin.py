@@ -51,7 +51,12 @@ from ullage.training.run.beginning import advice_for, refuse_dispatching, requir
 from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
-from ullage.training.saving.checkpoints import WholeCheckpointMixin, newest_unharmed, require_same_model
+from ullage.training.saving.checkpoints import (
+    WholeCheckpointMixin,
+    load_renamed,
+    newest_unharmed,
+    require_same_model,
+)
 from ullage.training.saving.continuing import Continuation, Conversion
 from ullage.training.saving.store import adopt
 from ullage.training.setup import fsdp
@@ -61,6 +66,7 @@ from ullage.training.setup.arguments import (
     global_batch_of,
     lost_rank_timeout,
 )
+from ullage.training.setup.releases import TrainerOfAnyRelease
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
@@ -71,11 +77,6 @@ from ullage.training.step.stopping import StopFlag
 from ullage.training.trl_losses import image_problem, padded_loss_of
 
 logger = logging.get_logger(__name__)
-
-if TYPE_CHECKING:
-    _Base = transformers.Trainer
-else:
-    _Base = object
 
 
 class ConstructorSignature:
@@ -115,7 +116,7 @@ def given_argument(name: str, cls: type, after: type, args: Sequence[Any], kwarg
     return kwargs.get(name)
 
 
-class RaggedTrainerMixin(_Base):
+class RaggedTrainerMixin(TrainerOfAnyRelease):
     """Put before a transformers Trainer in the bases of a class: ``class MyTrainer(RaggedTrainerMixin, TheirTrainer)``.
 
     Batches may be a :class:`RaggedBatch`, a dict with ``PackedSequence`` or nested tensors, or padded tensors. What the
@@ -325,6 +326,9 @@ class RaggedTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Those of a sharded model are loaded with the optimizer's state.
         if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
+            whole = not self.is_deepspeed_enabled and not self.is_fsdp_enabled
+            if whole and load_renamed(self.model if model is None else model, Path(resume_from_checkpoint)):
+                return
             with fsdp.read_as_written(self.accelerator, Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

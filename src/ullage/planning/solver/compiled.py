@@ -29,6 +29,7 @@ from types import FunctionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 
 from ullage.core.extras import install_command
 
@@ -210,8 +211,9 @@ def _type_of(hint: Any) -> Any:
         return types.Array(_type_of(array).dtype, ndim, "C")
     if get_origin(hint) is tuple:
         return types.BaseTuple.from_types([_type_of(part) for part in get_args(hint)])
-    if get_origin(hint) is np.ndarray:
-        (scalar,) = get_args(get_args(hint)[1])
+    if get_origin(hint) in (np.ndarray, npt.NDArray):  # the latter since numpy 2.5, where it is a type of its own
+        scalar = get_args(hint)[-1]
+        (scalar,) = get_args(scalar) or (scalar,)
         return types.Array(types.int64 if scalar is np.int64 else scalars.get(scalar, types.boolean), 1, "C")
     fields = get_type_hints(hint, include_extras=True)  # a NamedTuple
     return types.BaseTuple.from_types([_type_of(part) for part in fields.values()], hint)

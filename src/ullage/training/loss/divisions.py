@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.training.batches.reading import defining_class
+from ullage.training.setup.releases import smoothed_loss
 
 if TYPE_CHECKING:
     import transformers
@@ -58,6 +59,8 @@ class RaggedLabelSmoother(LabelSmoother):
     """
 
     shifts: Callable[[], bool | None] = field(default=lambda: None)
+    #: Labels of the step, where an older Trainer does not hand them on.
+    count: Any = None
 
     def __call__(
         self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
@@ -65,7 +68,8 @@ class RaggedLabelSmoother(LabelSmoother):
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
         logits, labels = _aligned(logits, labels)
         own = self.shifts()
-        return super().__call__((logits,), labels, shift_labels if own is None else own, num_items_in_batch)
+        count = self.count if num_items_in_batch is None else num_items_in_batch
+        return smoothed_loss(super().__call__, self, logits, labels, shift_labels if own is None else own, count)
 
 
 def _aligned(logits: Any, labels: Any) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from safetensors import safe_open
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.core.manifest import manifest_name
@@ -224,6 +226,8 @@ class WholeCheckpointMixin(_Base):
         if (sharding := sharding_of(self.model)) is not None:
             sharding.load(best, self.model)
             return
+        if not self.is_deepspeed_enabled and not self.is_fsdp_enabled and load_renamed(self.model, best):
+            return
         with fsdp.read_as_written(self.accelerator, best):
             super()._load_best_model()
 
@@ -242,6 +246,27 @@ class WholeCheckpointMixin(_Base):
         if best is not None and limit == 1:
             self._rotate(Path(self._get_output_dir(trial)), 1, best, None)
         return output
+
+
+def load_renamed(model: Any, checkpoint: Path) -> bool:
+    """Load a model's weights where the checkpoint has other names for them; returns whether it does.
+
+    transformers keeps the experts of a layer in one tensor, and saves each by itself. Its Trainer loads by the names in
+    memory, finds none, and would go on with the experts as they were drawn.
+    """
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    if not isinstance(model, PreTrainedModel) or not files:
+        return False
+    saved: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            saved.update(opened.keys())
+    held = model.state_dict().keys()
+    if saved <= held or held <= saved:  # tied weights are saved once
+        return False
+    found = type(model).from_pretrained(checkpoint, dtype=model.dtype, attn_implementation="eager")
+    model.load_state_dict(found.state_dict())
+    return True
 
 
 def _require_written(place: Path) -> None:

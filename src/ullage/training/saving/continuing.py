@@ -43,6 +43,7 @@ from ullage.training.saving.parts import Readers
 from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
 from ullage.training.saving.store import local_path, store_of_run
 from ullage.training.setup import fsdp
+from ullage.training.setup.releases import counts_own_steps
 from ullage.training.setup.sharding import sharding_of
 
 if TYPE_CHECKING:
@@ -276,9 +277,8 @@ class Continuation:
         """Set the training loss that a run with no step left reports: the mean over the logged steps of its state."""
         trainer = self._trainer
         if trainer.state.global_step == self._begun_at > 0:
-            # _finalize_training divides this sum by the steps of this call, none, or 0.001, so that the mean is left;
-            # before transformers 5.20 by all steps.
-            steps = _NO_STEPS if hasattr(trainer, "_initial_global_step") else trainer.state.global_step
+            # _finalize_training divides this sum by the steps of this call, none, or 0.001, so that the mean is left.
+            steps = _NO_STEPS if counts_own_steps() else trainer.state.global_step
             trainer._total_loss_scalar = steps * mean_loss(trainer.state)
 
 

@@ -84,7 +84,7 @@ class _RowsForward:
         ids, mask = keywords.get("input_ids"), keywords.get("attention_mask")
         if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != ids.shape:
             return False
-        if keywords.get("past_key_values") is not None or keywords.get("cu_seq_lens_q") is not None:
+        if any(keywords.get(name) is not None for name in ("past_key_values", "cache", "cu_seq_lens_q")):
             return False
         return bool(keywords.get(_FUSED)) or (self._by_sequence and keywords.get("labels") is None)
 
