@@ -43,8 +43,29 @@ def test_signatures_are_those_that_are_watched_upstream(framework):
         upstream = [part for part in theirs[name].split(", ") if part != "*"]
         parameters = inspect.signature(callable_).parameters.values()
         names = [part.partition("=")[0].strip("*") for part in upstream]
-        ours = [p for p in parameters if p.kind is not p.KEYWORD_ONLY or p.name in names]  # more is ours by keyword
-        assert [str(p.replace(annotation=p.empty)) for p in ours] == upstream
+        # What is ours alone, or has a default of ours, is by keyword.
+        ours = [p for p in parameters if p.kind is not p.KEYWORD_ONLY or p.name in names]
+        bare = [p.replace(annotation=p.empty, default=p.empty if part == p.name else p.default)
+                if p.kind is p.KEYWORD_ONLY else p.replace(annotation=p.empty) for p, part in zip(ours, upstream)]  # fmt: skip
+        assert len(ours) == len(upstream)
+        assert [str(p) for p in bare] == upstream
+
+
+#: Adapters whose function runs in processes that its file may spawn, and what of ours makes it hold there.
+SPAWNED = {"swift": swift.create_packed_idx, "axolotl": axolotl.MultipackBatchSampler}
+
+
+def test_where_a_watched_file_may_spawn_the_adapter_holds():
+    """A file that begins to ask for processes makes ``make watch`` speak, and then this test."""
+    frameworks = json.loads((ROOT / "maintenance" / "watched.json").read_text())
+    starts = {name: watched["files"] for name, watched in frameworks.items() if name in OURS}
+    assert all("(start methods)" in str(files) for files in starts.values())
+    processes = {
+        name
+        for name, files in starts.items()
+        if any("get_context" in each for names in files.values() for each in names.get("(start methods)", []))
+    }
+    assert processes == set(SPAWNED)
 
 
 def arguments(**changed):
@@ -103,6 +124,14 @@ def test_fixed_microbatches_keep_their_samples():
     args.balance_data = True
     samples, *_ = slime.build_dp_schedule(args, parallel(2), [9, 9, 1, 1, 9, 9, 1, 1], **call)
     assert sorted(samples) == [[0, 1, 2, 3], [4, 5, 6, 7]] or sorted(samples) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_slimes_older_name_of_the_rollouts_is_taken():
+    call = {"args": arguments(), "train_parallel_config": parallel(2), "total_lengths": [4] * 6, "global_batch_size": 3}
+    newer = slime.build_dp_schedule(**call, rollout_indices=[0, 0, 1, 1, 2, 2])
+    assert slime.build_dp_schedule(**call, group_indices=[0, 0, 1, 1, 2, 2]) == newer
+    with pytest.raises(TypeError, match="takes one of rollout_indices and group_indices"):
+        slime.build_dp_schedule(**call)
 
 
 def test_what_slime_asserts_is_an_assertion_here_too():
@@ -181,11 +210,10 @@ def named(tmp_path, monkeypatch):
 
 
 @pytest.mark.regression
-def test_rows_that_were_packed_without_us_are_not_taken_from_the_cache(named, tmp_path, monkeypatch):
+def test_rows_that_were_packed_without_us_are_not_taken_from_the_cache(named, tmp_path):
     import datasets
     from datasets.fingerprint import Hasher
 
-    monkeypatch.setattr(llama_factory, "_theirs", None)
     packer = importlib.import_module("llamafactory.data.processor.supervised").PackedSupervisedDatasetProcessor
     datasets.Dataset.from_dict({"length": [5, 3, 4, 4]}).to_parquet(str(tmp_path / "lengths.parquet"))
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import zipfile
 
 import pytest
 
@@ -12,7 +13,9 @@ watch = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(watch)
 
 SOURCE = """
+import multiprocessing
 LIMIT = 3
+pool = multiprocessing.get_context("fork").Pool
 try:
     import fast
 except ImportError:
@@ -23,6 +26,12 @@ class Params:
     first: int
     second: str = "b"
     def send(self, to): ...
+"""
+
+PROJECT = """
+[project]
+requires-python = ">=3.10"
+dependencies = ["torch >= 2.8", "numpy>=2", "rich"]
 """
 
 
@@ -37,9 +46,13 @@ def framework(tmp_path):
         "Params": ["first", "second"],
         "Params.send": "self, to",
         "LIMIT": "3",
+        "(start methods)": ["multiprocessing.get_context('fork')"],
     }
+    (tmp_path / "made" / "pyproject.toml").write_text(PROJECT)
+    requires = ["numpy>=2", "python>=3.10", "torch>=2.8"]
     entry = {"package": "made_up", "distribution": "made-up", "read": "2026-08-22", "version": "1.0"}
     expected = tmp_path / "watched.json"
+    entry["requires"] = requires
     expected.write_text(json.dumps({"made": {**entry, "files": {"made_up/packing.py": wanted}}}))
     return file, expected, f"MADE={tmp_path / 'made'}"
 
@@ -71,6 +84,31 @@ def test_a_change_is_found(framework, capsys, before, after, said):
     assert said in out.replace("\n      ", "\n    ")
     assert watch.main([place, "--update"], expected) == 0
     assert watch.main([place], expected) == 0
+
+
+def test_processes_that_are_started_in_another_way_and_other_pins_are_found(framework, capsys):
+    file, expected, place = framework
+    file.write_text(SOURCE.replace("'fork'", "'spawn'").replace('"fork"', '"spawn"'))
+    project = file.parents[2] / "pyproject.toml"
+    project.write_text(PROJECT.replace("numpy>=2", "numpy<2"))
+    assert watch.main([place], expected) == 1
+    out = capsys.readouterr().out
+    assert "(start methods) has a new multiprocessing.get_context('spawn')" in out
+    assert "(start methods) has no multiprocessing.get_context('fork') any more" in out
+    assert "it requires numpy<2 now" in out
+    assert "it requires numpy>=2 no more" in out
+    assert "4 changes" in out
+
+
+def test_a_wheel_is_read(framework, tmp_path, capsys):
+    file, expected, _ = framework
+    wheel = tmp_path / "made_up-2.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.write(file, "made_up-2.0.data/purelib/made_up/packing.py")
+        made.writestr("made_up-2.0.dist-info/METADATA", "Name: made-up\nRequires-Dist: torch>=2.8\nRequires-Dist: numpy>=2\n"
+                      "Requires-Dist: trl; extra == 'all'\nRequires-Python: >=3.10\n\nRequires-Dist: peft\n")  # fmt: skip
+    assert watch.main([f"MADE={wheel}"], expected) == 0
+    assert "made 2.0: nothing has changed" in capsys.readouterr().out
 
 
 def test_a_framework_that_is_not_here(framework, capsys):

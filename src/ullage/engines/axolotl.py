@@ -1,18 +1,20 @@
 """axolotl adapter, not run against axolotl's own test: its batch sampler of packed rows, over ullage's plan.
 
 axolotl's sampler packs an epoch in the order in which it is drawn; accelerate then gives batch ``k`` to rank
-``k % ranks``, whatever it costs. One line installs ours::
+``k % ranks``, whatever it costs. One line of axolotl's configuration, in every process that reads it, installs ours::
 
-    ullage.engines.axolotl.install()
+    plugins: [ullage.engines.axolotl.AxolotlPlugin]
 
-or an assignment to ``axolotl.core.trainers.base.MultipackBatchSampler``. The signature
-is that of ``axolotl/utils/samplers/multipack.py`` of July 2026.
+or ``ullage.engines.axolotl.install()`` in a script. The plug-in replaces too, for axolotl asks none for a sampler: a
+trainer class of its own would take ours, but the number of steps is counted before, with axolotl's. The signature is
+that of ``axolotl/utils/samplers/multipack.py`` of November 2026 (0.19).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -119,3 +121,21 @@ class MultipackBatchSampler(BatchSampler):
 def install() -> Replacements:
     """Replace the sampler, wherever it was imported."""
     return replace({"axolotl.utils.samplers.multipack.MultipackBatchSampler": MultipackBatchSampler})
+
+
+def __getattr__(name: str) -> Any:
+    """``AxolotlPlugin``, made when it is asked for: its base class is axolotl's."""
+    if name != "AxolotlPlugin":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base: type = import_module("axolotl.integrations.base").BasePlugin
+
+    class AxolotlPlugin(base):
+        """Our sampler in the place of axolotl's from the moment when a configuration that names this is read."""
+
+        def register(self, cfg: Any) -> None:
+            self.made = install()
+
+        def on_config_validation_error(self, cfg: Any) -> None:
+            self.made.undo()
+
+    return AxolotlPlugin

@@ -9,18 +9,13 @@ The signature is that of ``llamafactory/data/processor/processor_utils.py`` of A
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from ullage.core.errors import InputError
-from ullage.engines.replacing import Replacements, replace
+from ullage.engines.replacing import Replacements, original, replace
 from ullage.planning.lists import bins
 
-#: Where the class is that packs, and its method: ``datasets`` maps it, and names what it caches after it.
-_HOME, _PACKER = "llamafactory.data.processor.supervised", "PackedSupervisedDatasetProcessor"
-_MAPPED = "preprocess_dataset"
-#: LLaMA-Factory's own method, while ours stands in its place.
-_theirs: Any = None
+#: The method that packs: ``datasets`` maps it, and names what it caches after it.
+_MAPPED = "llamafactory.data.processor.supervised.PackedSupervisedDatasetProcessor.preprocess_dataset"
 
 
 def greedy_knapsack(numbers: list[int], capacity: int) -> list[list[int]]:
@@ -43,28 +38,11 @@ def preprocess_packed_dataset(processor: Any, examples: dict[str, list[Any]]) ->
     reads. Under LLaMA-Factory's name it would take the rows that were packed before :func:`install`, and keep ours
     for those who do without.
     """
-    if _theirs is None:  # a worker of the map that was not forked
-        install()
-    method: Any = _theirs
+    method: Any = original(preprocess_packed_dataset, install)
     return method(processor, examples)
 
 
 def install() -> Replacements:
     """Replace the function, wherever it was imported; ``datasets`` keeps its rows apart from those without it."""
-    global _theirs
-    made = replace({"llamafactory.data.processor.processor_utils.greedy_knapsack": greedy_knapsack})
-    try:
-        packer = getattr(importlib.import_module(_HOME), _PACKER)
-        method = vars(packer)[_MAPPED]
-    except (ImportError, AttributeError, KeyError) as error:
-        made.undo()
-        raise InputError(
-            "the installed framework has not the method that packs",
-            where=f"{_HOME}.{_PACKER}.{_MAPPED}",
-            found=f"{type(error).__name__}: {error}",
-            hint="this adapter was written for another version of it",
-        ) from error
-    if method is not preprocess_packed_dataset:
-        _theirs = method
-        made.put_method(packer, _MAPPED, preprocess_packed_dataset)
-    return made
+    knapsack = "llamafactory.data.processor.processor_utils.greedy_knapsack"
+    return replace({knapsack: greedy_knapsack, _MAPPED: preprocess_packed_dataset})

@@ -54,7 +54,8 @@ def build_dp_schedule(
     total_lengths: Sequence[int],
     *,
     global_batch_size: int,
-    rollout_indices: Sequence[int],
+    rollout_indices: Sequence[int] | None = None,
+    group_indices: Sequence[int] | None = None,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """Samples of each rank, their microbatches, the number of these per step, and the rollouts of each step.
 
@@ -65,12 +66,16 @@ def build_dp_schedule(
         total_lengths [n]: tokens of each sample.
         global_batch_size: rollouts, not samples, of one step. Trailing rollouts that fill no step are left out.
         rollout_indices [n]: rollout of each sample; all samples of a rollout are trained in one step.
+        group_indices [n]: the name of the same in slime 0.3.0.
 
     With dynamic batch sizes every step is planned as a whole: no microbatch is above ``max_tokens_per_gpu · cp_size``
     but one with a single sample, and those of one number have equal work on all ranks, whichever flags are set. Raises
     ``ScheduleError`` for fewer rollouts than a step, fewer samples than ranks, and fixed microbatches that do not
     divide.
     """
+    rollouts = group_indices if rollout_indices is None else rollout_indices
+    if rollouts is None or (group_indices is not None and rollout_indices is not None):
+        raise TypeError("build_dp_schedule() takes one of rollout_indices and group_indices")
     ranks, capacity = train_parallel_config["dp_size"], None
     multiple = train_parallel_config["microbatch_group_size_per_vp_stage"]
     multiple = multiple if (train_parallel_config["vpp_size"] or 1) > 1 else 1
@@ -80,7 +85,7 @@ def build_dp_schedule(
     samples: list[list[int]] = [[] for _ in range(ranks)]
     microbatches: list[list[list[int]]] = [[] for _ in range(ranks)]
     counts, num_rollouts = [], []
-    for number, ids in _steps(rollout_indices, global_batch_size, ranks if partial else None):
+    for number, ids in _steps(rollouts, global_batch_size, ranks if partial else None):
         if len(ids) < ranks:
             raise ScheduleError(
                 "a step has fewer samples than ranks",

@@ -4,8 +4,10 @@ ms-swift packs its data set in chunks of 1000 samples, each by one function; wha
 
     swift.dataset.packing.calculate_matched_group = ullage.engines.swift.calculate_matched_group
 
-Its packing processes are forked, so they have the replacement. The signature is that of ``swift/dataset/packing.py`` of
-August 2026.
+or one option, ``--external_plugins``, with the file that :data:`ullage.engines.plugins.SWIFT_PLUGIN` names. Its packing
+processes are spawned as soon as torch.distributed or CUDA is in use, which is always so under torchrun: the method that
+they run is replaced as well, so that they have ours too. The signature is that of ``swift/dataset/packing.py`` of
+November 2026 (4.6).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ullage.core.errors import require_one_of
-from ullage.engines.replacing import Replacements, replace
+from ullage.engines.replacing import Replacements, original, replace
 from ullage.planning.lists import bins
 
+MODULE = "swift.dataset.packing"
 Packs = list[list[tuple[Any, int]]]
 
 
@@ -43,6 +46,13 @@ def calculate_matched_group(
     return [[given[i] for i in ids] for ids in found], [given[i] for i in left]
 
 
+def create_packed_idx(*arguments: Any) -> None:
+    """ms-swift's own method, which its packing processes run; in one that was spawned our function is put in place."""
+    original(create_packed_idx, install)(*arguments)
+
+
 def install() -> Replacements:
-    """Replace the function, wherever it was imported."""
-    return replace({"swift.dataset.packing.calculate_matched_group": calculate_matched_group})
+    """Replace the function, wherever it was imported, in this process and in ms-swift's packing processes."""
+    worker = f"{MODULE}.PackingDataset.create_packed_idx"
+    table = {f"{MODULE}.calculate_matched_group": calculate_matched_group, worker: create_packed_idx}
+    return replace(table, optional=(worker,))
