@@ -1,12 +1,12 @@
 """What an installation takes: seconds and megabytes of the core and its extras, the import, and the first plan.
 
-Each set of extras gets an environment of its own, which has PyTorch already. Packages come from where pip finds them,
-its cache included. Then, each in a process of its own: ``import ullage``, five times, and the first plan, with numba's
-folder of compiled code empty (once), and five times more. Seconds of processes are those of the processor, which other
-work on the machine changes little.
+One environment with PyTorch gets the core, then ``[fast]``, then ``[hf]``: what each adds to the one before. Packages
+come from where pip finds them, its cache included. With the core and with ``[fast]``, each in a process of its own:
+``import ullage``, and the first plan, which with numba is timed with an empty folder of compiled code, too. Seconds of
+processes are those of the processor, which other work on the machine changes little; of pip, by the clock as well.
 
     python benchmarks/campaigns/installing.py
-    python benchmarks/campaigns/installing.py --torch torch==2.13.0 --extras hf
+    python benchmarks/campaigns/installing.py --torch torch==2.13.0
 """
 
 from __future__ import annotations
@@ -49,59 +49,57 @@ def megabytes(folder: Path) -> float:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
-def processor_seconds(python: Path, code: str, *arguments: object, **variables: str) -> float:
-    """Processor time of a new process that runs ``code``; ends the campaign if it fails."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [str(python), "-W", "ignore", "-c", code, *map(str, arguments)]
+def timed(command: list[object], **variables: str) -> tuple[float, float]:
+    """Seconds of a process by the clock, and of its processor; ends the campaign if it fails."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=python.parent)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, cwd="/")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        sys.exit(f"{code} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        sys.exit(f"{command} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def installed(folder: Path, extra: str, torch: str) -> dict[str, Any]:
-    """One environment: what an installation of ullage adds to PyTorch's, and what the first calls take."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, torch], check=True, stderr=subprocess.DEVNULL)
-    before, began, load = megabytes(folder), time.monotonic(), psutil.getloadavg()[0]
-    subprocess.run([*pip, f"{ROOT}[{extra}]" if extra else str(ROOT)], check=True, stderr=subprocess.DEVNULL)
-    found: dict[str, Any] = {
-        "seconds": time.monotonic() - began,
-        "load_before": load,
-        "megabytes": megabytes(folder) - before,
-        "megabytes_before": before,
-    }
+def installed(folder: Path, extra: str) -> dict[str, Any]:
+    """What an installation of ullage with this extra adds to an environment."""
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    before, load = megabytes(folder), psutil.getloadavg()[0]
+    seconds, processor = timed([*pip, f"{ROOT}[{extra}]" if extra else ROOT])
+    return {"megabytes": megabytes(folder) - before, "seconds": seconds, "processor": processor, "load": load}
+
+
+def first_calls(folder: Path) -> dict[str, float]:
+    """Processor seconds of the import, and of the first plan of a process, the first of all and a later one."""
+    python = [folder / "bin" / "python", "-W", "ignore", "-c"]
     cache = {"NUMBA_CACHE_DIR": str(folder / "numba")}
-    processor_seconds(python, "import ullage")  # which compiles to bytecode what pip has not
-    found["import"] = statistics.median(processor_seconds(python, "import ullage") for _ in range(REPEATS))
+    timed([*python, "import ullage"])  # which compiles to bytecode what pip has not
+    found = {"import": statistics.median(timed([*python, "import ullage"])[1] for _ in range(REPEATS))}
     for size in SIZES:
-        found[f"first plan of {size}"] = processor_seconds(python, PLAN, size, **cache)
-        later = [processor_seconds(python, PLAN, size, **cache) for _ in range(REPEATS)]
+        found[f"first plan of {size}"] = timed([*python, PLAN, size], **cache)[1]
+        later = [timed([*python, PLAN, size], **cache)[1] for _ in range(REPEATS)]
         found[f"plan of {size}"] = statistics.median(later)
     return found
 
 
 def main(
     torch: Annotated[str, typer.Option(help="PyTorch, as pip takes it.")] = "torch",
-    extras: Annotated[list[str] | None, typer.Option(help="Sets of extras; '' for the core.")] = None,
     out: Path = ROOT / "benchmarks" / "results",
 ) -> None:
     """Install, measure, print the table, and write dated JSON."""
     rows: dict[str, dict[str, Any]] = {}
-    for extra in extras if extras is not None else EXTRAS:
-        with tempfile.TemporaryDirectory() as folder:
-            rows[extra] = installed(Path(folder), extra, torch)
-    plans = [name for name in next(iter(rows.values())) if "plan" in name]
-    table = Table("", "adds", "pip", "import", *plans)
-    for extra, found in rows.items():
-        seconds = [f"{found[name]:.2f} s" for name in ("import", *plans)]
-        table.add_row(
-            f"\\[{extra}]" if extra else "core", f"{found['megabytes']:.0f} MB", f"{found['seconds']:.0f} s", *seconds
-        )
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        timed([folder / "bin" / "python", "-m", "pip", "install", "--quiet", torch])
+        with_torch = megabytes(folder)
+        for extra in EXTRAS:
+            rows[extra or "core"] = installed(folder, extra) | (first_calls(folder) if extra != "hf" else {})
+            print(f"{extra or 'core'}: {rows[extra or 'core']}", file=sys.stderr, flush=True)
+    calls = [name for name in rows["core"] if name not in ("megabytes", "seconds", "processor", "load")]
+    table = Table("", "adds", "pip, by the clock", *calls)
+    for name, found in rows.items():
+        seconds = [f"{found[call]:.2f} s" if call in found else "" for call in calls]
+        table.add_row(name, f"{found['megabytes']:.0f} MB", f"{found['seconds']:.0f} s", *seconds)
     Console(width=130).print(table)
     record = {
         "campaign": "installing",
@@ -110,6 +108,7 @@ def main(
         "python": platform.python_version(),
         "cores": psutil.cpu_count(),
         "torch": torch,
+        "megabytes_with_torch": with_torch,
         "rows": rows,
     }
     path = out / f"installing_{date.today().isoformat()}.json"

@@ -241,15 +241,21 @@ def verdict(resolver: Resolver, asked: Asked, requirements: Sequence[str]) -> di
         "accepted": not why,
         "why": _line(why),
         "meets": {name: version for name, version in met.items() if name in names},
-        "in_the_way": sorted(each for each in requirements if why and _is_refused(resolver, asked, each, why)),
+        "in_the_way": sorted(_refused(resolver, asked, requirements)),
     }
 
 
-def _is_refused(resolver: Resolver, asked: Asked, requirement: str, why: str) -> bool:
-    """Whether this one requirement of ours, which the resolver's words name, is refused beside the framework."""
-    if not re.search(rf"\b{re.escape(Requirement(requirement).name)}\b", why):
-        return False
-    return bool(resolver.resolve([*asked.requirements, requirement], asked)[0])
+def _refused(resolver: Resolver, asked: Asked, requirements: Sequence[str]) -> set[str]:
+    """Our requirements that are refused by themselves; the resolver names one conflict at a time."""
+    refused: set[str] = set()
+    while True:
+        rest = [each for each in requirements if each not in refused]
+        why, _ = resolver.resolve([*asked.requirements, *rest], asked)
+        named = [each for each in rest if re.search(rf"\b{re.escape(Requirement(each).name)}\b", why)]
+        found = {each for each in named if resolver.resolve([*asked.requirements, each], asked)[0]}
+        if not found:
+            return refused
+        refused |= found
 
 
 def _line(why: str) -> str:
