@@ -31,6 +31,7 @@ import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import ullage
@@ -77,10 +78,12 @@ class Framework:
     Attributes:
         index: its name on the package index; empty where it is on none under its name.
         extras: of its own, that its training needs.
+        without: requirements that the index cannot meet beside its others, which its lock file resolves by force.
     """
 
     index: str = ""
     extras: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 FRAMEWORKS = {
@@ -96,7 +99,7 @@ FRAMEWORKS = {
     "slime": Framework(),
     "miles": Framework(),
     "skyrl": Framework(extras=("skyrl-train",)),
-    "prime_rl": Framework(),
+    "prime_rl": Framework(without=("modelexpress",)),
     "areal": Framework(),
     "automodel": Framework(),
     "megatron_bridge": Framework(),
@@ -206,6 +209,7 @@ def _asked_of_checkout(framework: Framework, path: Path) -> Asked:
     # PyTorch has the same versions on the index; what else comes from elsewhere may have none there.
     elsewhere = {each.lower() for each in uv.get("sources", {})} - {"torch", "torchvision", "torchaudio", "triton"}
     parsed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    elsewhere |= {*framework.without}
     left_out = [each for each in parsed if each.url or each.name.lower() in elsewhere or "+" in str(each.specifier)]
     fits = next((each for each in PYTHONS if f"{each}.99" in SpecifierSet(python) or each in SpecifierSet(python)), "")
     # An override would replace what ullage asks for, too, instead of being compared with it.
@@ -266,7 +270,7 @@ def _refused(resolver: Resolver, asked: Asked, requirements: Sequence[str]) -> s
 
 
 def _line(why: str) -> str:
-    return " ".join(why.replace("╰─▶", "").replace("×", "").split())
+    return " ".join(why.replace("╰─▶", "").replace("×", "").split())[:600]
 
 
 def row(name: str, resolver: Resolver, checkouts: dict[str, Path], pyprojects: dict[str, str]) -> dict[str, Any]:
@@ -285,17 +289,18 @@ def row(name: str, resolver: Resolver, checkouts: dict[str, Path], pyprojects: d
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """The cells of the table: framework, how obtained, and per set of extras before → after."""
+    """The cells of the table: framework, how obtained, and per set of extras before → after, and obstacles."""
     for each in rows:
         if "not_run" in each:
-            yield [each["framework"], each.get("version", ""), *["not run"] * len(EXTRAS), each["not_run"]]
+            yield [each["framework"], each.get("version", ""), *["not run"] * len(EXTRAS), "", each["not_run"]]
             continue
         cells = []
         for extra in EXTRAS:
             before, after = (each[when][extra] for when in ("before", "after"))
             cells.append(" → ".join("yes" if found["accepted"] else "no" for found in (before, after)))
         way = [f"{when}: {', '.join(names)}" for when in ("before", "after") if (names := _obstacles(each[when]))]
-        yield [each["framework"], each["version"], *cells, "; ".join(way)]
+        met = each["after"]["[hf]"]["meets"].get("transformers", "")
+        yield [each["framework"], each["version"], *cells, met, "; ".join(way)]
 
 
 def _obstacles(found: dict[str, Any]) -> list[str]:
@@ -328,7 +333,7 @@ def main(
             rows.append(row(name, resolver, checkouts, pyprojects))
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         version = resolver.version()
-    table = Table("framework", "version", *EXTRAS, "what stands in the way")
+    table = Table("framework", "version", *map(escape, EXTRAS), "transformers", "what stands in the way")
     for cells in shown(rows):
         table.add_row(*cells)
     Console(width=160).print(table)
