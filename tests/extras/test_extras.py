@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
 @pytest.mark.parametrize("verb", ["train", pytest.param("audit", marks=pytest.mark.slow)])
 def test_a_command_without_its_extra_says_so_in_one_line(core, verb, tmp_path):
     done = run(core, "from ullage.cli import main; main()", verb, *["llama"] * (verb == "audit"))
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2 if verb == "audit" else 1, "")  # 1 is a model that is not exact
     assert done.stderr == f"ullage: ullage {verb} needs transformers: {install_command('hf')}\n"
 
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import sys
 
 import pytest
 import torch
@@ -195,7 +197,10 @@ def test_every_type_is_in_the_committed_table():
 def test_the_command_says_it_in_json_and_by_its_status():
     plain = CliRunner().invoke(app, ["bert", "--as-is", "--kind", "masked", "--json"])
     assert plain.exit_code == 1
-    assert json.loads(plain.output.strip().splitlines()[-1])["verdict"] == "leak"
+    told = json.loads(plain.stdout, parse_constant=pytest.fail)  # one document, of numbers that JSON has
+    assert told["verdict"] == "leak"
+    assert [check["value"] for check in told["checks"] if check["name"] == "poison"] == [None]
+    assert {"ullage", "torch", "transformers", "python"} == set(told["versions"])
 
 
 def test_the_command_takes_a_folder(tmp_path):
@@ -208,11 +213,77 @@ def test_the_command_takes_a_folder(tmp_path):
     ([], "Missing argument 'MODEL'"),
     (["no_such_type"], "no such text model type"),
     (["gpt2", "--kind", "image"], "no such kind of model"),
+    (["own_models:gpt2", "--kind", "causal"], "are for models of transformers"),
+    (["own_modles:gpt2"], "there is no such module: found 'own_modles'"),
+    (["own_models:gpt3"], "the module has no such name (own_models): found 'gpt3'"),
+    (["own_models:three"], "or a function without arguments that returns a model, found int"),
+    (["own_models:broken"], "found KeyError: 'sizes'"),
+    (["own_models:WithArguments"], "missing 1 required positional argument: 'width'. Name a function"),
+    (["own_models:Huge"], "the model is not small (Huge)"),
+    (["own_models:Error"], "this is no class of a model: expected a subclass of nn.Module, found Error"),
 ])  # fmt: skip
-def test_the_command_refuses(arguments, words):
+def test_what_is_not_audited_has_a_status_of_its_own(arguments, words, own_models):
     told = CliRunner().invoke(app, arguments)
-    assert told.exit_code != 0
-    assert words in f"{told.output}{told.exception}"
+    assert told.exit_code == 2
+    assert words in told.output
+    assert told.stdout == ""
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    """A module with models of somebody's own, in the current folder."""
+    (tmp_path / "own_models.py").write_text(_OWN_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("own_models", None)
+
+
+_OWN_MODELS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+class Error(Exception): pass
+
+def gpt2(): return GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=1, n_head=2))
+def three(): return 3
+def broken(): raise KeyError("sizes")
+
+class Shifted(LlamaForCausalLM):
+    def forward(self, *args, **kw):
+        outputs = super().forward(*args, **kw)
+        outputs.logits = outputs.logits + outputs.logits.roll(1, 1)
+        return outputs
+
+class WithArguments(torch.nn.Module):
+    def __init__(self, width): super().__init__()
+
+class HugeConfig(PreTrainedConfig): model_type = "huge"
+
+class Huge(PreTrainedModel):
+    config_class = HugeConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = torch.nn.Linear(100_000, 100_000)
+"""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "LlamaForCausalLM"])
+def test_the_command_takes_a_function_and_a_class_of_ones_own(name, own_models):
+    told = CliRunner().invoke(app, [f"own_models:{name}"])
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "exact"), told.output
+
+
+def test_on_github_a_leak_is_told_beside_its_class_and_in_the_summary(own_models, monkeypatch):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(own_models / "summary.md"))
+    told = CliRunner().invoke(app, ["own_models:Shifted", "--as-is", "--json"])
+    assert (told.exit_code, json.loads(told.stdout)["verdict"]) == (1, "leak")
+    line = _OWN_MODELS.splitlines().index("class Shifted(LlamaForCausalLM):") + 1
+    assert f"::error file=own_models.py,line={line},title=ullage audit::Shifted: leak (" in told.stderr
+    summary = (own_models / "summary.md").read_text()
+    assert summary.startswith("### ullage audit: leak\n\nShifted (llama): attention sdpa, on cpu\n\n| check |")
+    assert re.search(r"\| other tokens \| .* \| no bit \| leak \|", summary)
 
 
 _OWN_CODE = """

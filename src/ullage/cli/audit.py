@@ -1,20 +1,46 @@
-"""``ullage audit``: whether a model keeps the sequences of a packed row apart, shown on the model itself."""
+"""``ullage audit``: whether a model keeps the sequences of a packed row apart, shown on the model itself.
+
+Made for the CI of whoever writes models, too: a model of one's own is named as ``MODULE:NAME``, status 1 means that it
+was audited and is not exact, and on GitHub the verdict stands beside the line of its class.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import Annotated, Any
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ullage.core.errors import InputError, UllageError, UsageError
+from ullage.core.extras import needed_by
+
+if TYPE_CHECKING:
+    from ullage.proofs import Audit
+
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+#: A class, function or object of a module.
+_OWN = re.compile(r"[\w.]+:[\w.]+")
 
 
 @app.command()
 def audit(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A folder or config file of a model, or a model type such as qwen3_next."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder or config file of a model, a model type such as qwen3_next, or MODULE:NAME: your own model "
+            "class, or a function without arguments that makes the model.",
+        ),
     ],
     kind: Annotated[str | None, typer.Option(metavar="NAME", help="The head: causal, masked or seq2seq.")] = None,
     packed: Annotated[
@@ -32,38 +58,136 @@ def audit(
 ) -> None:
     """Compare each sequence of a packed row with the same sequence alone: outputs, loss, gradients, and what leaks.
 
-    Exit status 1 for a model that is not exact.
+    Exit status 1 for a model that is not exact, 2 where nothing was audited.
     """
-    from ullage.proofs import audit as audited
-    from ullage.proofs import tiny
+    began = time.monotonic()
+    with _or_status_2():
+        from ullage.proofs import audit as audited
+        from ullage.proofs import tiny
 
-    config = tiny.config_of(model, trust_remote_code=trust_remote_code)
-    report = audited(
-        tiny.tiny_like(config, kind=kind, seed=seed, attention=attn_implementation), pack=packed, seed=seed
-    )
+        if not Path(model).exists() and _OWN.fullmatch(model):
+            if kind or attn_implementation:
+                raise UsageError("--kind and --attn_implementation are for models of transformers", where=model)
+            made = _own(model, seed)
+        else:
+            config = tiny.config_of(model, trust_remote_code=trust_remote_code)
+            made = tiny.tiny_like(config, kind=kind, seed=seed, attention=attn_implementation)
+        report = audited(made, pack=packed, seed=seed)
     if as_json:
-        typer.echo(json.dumps(report.to_json()))
+        typer.echo(json.dumps(report.to_json() | {"seconds": time.monotonic() - began, "versions": _versions()}))
     else:
         _print(report)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        _tell_github(report, made)
     if not report.passed:
         raise typer.Exit(1)
 
 
-def _print(report: Any) -> None:
+@contextmanager
+def _or_status_2() -> Iterator[None]:
+    """Status 2 for every error, since 1 says that a model was audited and is not exact."""
+    try:
+        with needed_by("ullage audit"):
+            yield
+    except UllageError as error:
+        typer.echo(f"ullage: {error}", err=True)
+        raise typer.Exit(2) from error
+    except Exception as error:
+        traceback.print_exc()
+        typer.echo(f"ullage: the model cannot be audited: found {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _own(named: str, seed: int) -> Any:
+    """The model that ``MODULE:NAME`` is or makes; as with ``python -m``, modules of the current folder are found."""
+    import importlib
+
+    import torch
+
+    from ullage.proofs import tiny
+
+    module_name, _, name = named.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # a module that theirs imports
+        hint = "it is looked for in the current folder and among what is installed"
+        raise InputError("there is no such module", found=repr(error.name), hint=hint) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise InputError("the module has no such name", where=module_name, found=repr(part))
+        found = getattr(found, part)
+    torch.manual_seed(seed)
+    if isinstance(found, type):
+        return tiny.tiny_of_class(found)
+    if not isinstance(found, torch.nn.Module) and callable(found):
+        found = found()
+    if not isinstance(found, torch.nn.Module):
+        expected = "a model class, or a function without arguments that returns a model"
+        raise InputError("this is no model", where=named, expected=expected, found=type(found).__name__)
+    return found
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib import metadata
+
+    from ullage import __version__
+
+    packages = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"ullage": __version__, **packages, "python": platform.python_version()}
+
+
+def _print(report: Audit) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    facts = [report.way, f"attention {report.attention}" if report.attention else "", f"on {report.device}"]
-    console.print(f"{report.model} ({report.model_type}): {', '.join(fact for fact in facts if fact)}", soft_wrap=True)
+    console.print(_head(report), soft_wrap=True, markup=False)
     if report.checks:
         table = Table(box=None, pad_edge=False)
         for name in ("check", "difference", "allowed", ""):
             table.add_column(name, justify="right" if name in ("difference", "allowed") else "left")
-        for check in report.checks:
-            told = "[green]ok[/]" if check.passed else "[red]leak[/]" if check.leaks else "[red]differs[/]"
-            allowed = f"{check.limit:.0e}" if check.limit else "no bit"
-            table.add_row(check.name, f"{check.value:.1e}" if check.value else "0", allowed, told)
+        for name, difference, allowed, told in _rows(report):
+            table.add_row(name, difference, allowed, told, style=None if told == "ok" else "red")
         console.print(table)
     style = "green" if report.passed else "red"
-    console.print(f"{report.verdict}{f': {report.reason}' if report.reason else ''}", style=style, soft_wrap=True)
+    console.print(_verdict(report), style=style, soft_wrap=True, markup=False)
+
+
+def _head(report: Audit) -> str:
+    facts = [report.way, f"attention {report.attention}" if report.attention else "", f"on {report.device}"]
+    return f"{report.model} ({report.model_type}): {', '.join(fact for fact in facts if fact)}"
+
+
+def _rows(report: Audit) -> Iterator[tuple[str, str, str, str]]:
+    """The check, the difference, what is allowed, and ok, leak or differs."""
+    for check in report.checks:
+        told = "ok" if check.passed else "leak" if check.leaks else "differs"
+        difference = f"{check.value:.1e}" if check.value else "0"
+        yield check.name, difference, f"{check.limit:.0e}" if check.limit else "no bit", told
+
+
+def _verdict(report: Audit) -> str:
+    return f"{report.verdict}{f': {report.reason}' if report.reason else ''}"
+
+
+def _tell_github(report: Audit, model: Any) -> None:
+    """The table in the summary of the job; of a model that is not exact an annotation, at the class if it lies here."""
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(report))
+        table = f"| check | difference | allowed | |\n|---|---|---|---|\n{rows}\n" if rows else ""
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write(f"### ullage audit: {report.verdict}\n\n{_head(report)}\n\n{table}{report.reason}\n")
+    if report.passed:
+        return
+    place = ""
+    try:
+        path = Path(inspect.getsourcefile(type(model)) or "").relative_to(Path.cwd())
+        place = f"file={path},line={inspect.getsourcelines(type(model))[1]},"
+    except (OSError, TypeError, ValueError):  # made at run time, or a class of a library
+        pass
+    line = str(report).replace("%", "%25")
+    typer.echo(f"::error {place}title=ullage audit::{' '.join(line.split())}", err=True)

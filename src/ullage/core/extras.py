@@ -48,7 +48,7 @@ class Package(NamedTuple):
 #: Module -> the package that it comes with. pyproject.toml says the same of each extra; the rest is what those install.
 MODULES = {
     "transformers": Package("transformers", "hf", "5.4"),
-    "accelerate": Package("accelerate", "hf", "1.12"),
+    "accelerate": Package("accelerate", "hf", "1.10"),
     "datasets": Package("datasets", "hf", "4"),
     "safetensors": Package("safetensors", "hf", "0.5"),
     "huggingface_hub": Package("huggingface_hub", "hf"),

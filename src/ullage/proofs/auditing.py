@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,8 +73,12 @@ class Audit(Shown):
         return next((check.value for check in self.checks if check.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "checks": [{**asdict(check), "passed": check.passed} for check in self.checks]}
+        """Plain data; a difference that is nan or infinite is None, since JSON has neither."""
+        checks = [
+            {**asdict(check), "value": check.value if math.isfinite(check.value) else None, "passed": check.passed}
+            for check in self.checks
+        ]
+        return {**asdict(self), "checks": checks}
 
     def _facts(self) -> Iterator[str]:
         yield str(self)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -457,3 +458,41 @@ def tiny_like(config: str | PreTrainedConfig, *, kind: str | None, seed: int, at
             torch.manual_seed(seed)
             return _AUTO[each].from_config(config, trust_remote_code=True).eval()
     return tiny_model(config, kind or kind_of(config), seed=seed, attn_implementation=attention)
+
+
+#: Most parameters of a model whose class is given, with the sizes of its own default configuration.
+_MOST_OF_CLASS = 100_000_000
+
+
+def tiny_of_class(found: type) -> nn.Module:
+    """A model of a class of one's own: one of transformers' kind with its default configuration, cut as that of a type.
+
+    Raises ``InputError`` for a class of something else, and for one whose model would not be small.
+    """
+    hint = "name a function without arguments that returns a small model"
+    if not issubclass(found, nn.Module):
+        raise InputError("this is no class of a model", found=found.__name__, expected="a subclass of nn.Module")
+    make = found
+    if issubclass(found, PreTrainedModel):
+        if found.config_class is None:
+            raise InputError("the class has no config_class", where=found.__name__, hint=hint)
+        try:
+            config = _shrunk(found.config_class())
+        except _REFUSALS as error:
+            raise _cannot_build(found.__name__, error) from error
+        make = functools.partial(found, config)
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in make().parameters())
+    except Exception:  # it makes tensors in a way of its own: its size is not known
+        size = 0
+    if size > _MOST_OF_CLASS:
+        most = f"<= {_MOST_OF_CLASS} parameters"
+        raise InputError("the model is not small", where=found.__name__, expected=most, found=size, hint=hint)
+    try:
+        made = make()
+    except TypeError as error:  # it takes arguments
+        raise InputError("the model is not made", where=found.__name__, found=str(error)[:300], hint=hint) from error
+    if isinstance(made, PreTrainedModel):
+        _vary(made)
+    return made.eval()

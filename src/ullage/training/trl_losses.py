@@ -205,9 +205,13 @@ class RolloutLoss(PaddedLoss):
         refused = {
             f"loss_type={trainer.loss_type!r}": (trainer.loss_type not in known, "how it is divided is not known"),
             "top_entropy_quantile": (trainer.top_entropy_quantile < 1.0, "it is a quantile over the batch"),
-            "an entropy bonus": (trainer._entropy_bonus_enabled, "it is a mean over the tokens of the batch"),
+            # Both are younger than TRL 1.0.
+            "an entropy bonus": (
+                getattr(trainer, "_entropy_bonus_enabled", False),
+                "it is a mean over the tokens of the batch",
+            ),
             "the experts' loss": (
-                trainer.aux_loss_enabled and trainer.loss_type in _BY_COUNT,
+                getattr(trainer, "aux_loss_enabled", False) and trainer.loss_type in _BY_COUNT,
                 f"loss_type={trainer.loss_type!r} would count it once per microbatch",
             ),
         }

@@ -88,7 +88,7 @@ def _require_data_parallel(arguments: Any) -> None:
     if sizes is None:
         return
     for name in _SHARED_SAMPLES:
-        if getattr(sizes, name) > 1:
+        if getattr(sizes, name, 1) > 1:  # accelerate has sp_size since 1.12
             raise InputError(
                 f"{name} is not honoured: every rank trains on samples of its own here",
                 where="ParallelismConfig",
