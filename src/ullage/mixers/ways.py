@@ -53,13 +53,15 @@ _MIXERS = (
     "RwkvFeedForward",
     "RwkvSelfAttention",
     "ShortConv",
+    "ZayaCCAProjection",
     "xLSTMBlock",
 )
 #: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
 #: by the audit. Any other type with such mixers runs by lengths as a whole.
 HYBRIDS = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2",
-    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
