@@ -30,6 +30,8 @@ from ullage.mixers.ways import is_mixer, is_positions, is_projected, sees_later_
 
 #: The names of the projections of queries, keys and values and of the output, and of the size of a head.
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj", "out_proj", "head_dim"), ("q", "k", "v", "o", "key_value_proj_dim"))
+#: Endings of the class names of attention whose mask is true for what must not be seen.
+_HIDING = ("MptAttention",)
 #: Arguments that depend on the distance to the first token alone, the same for all sequences.
 _OF_DISTANCE = ("alibi", "position_bias")
 
@@ -40,7 +42,9 @@ def attending_forwards(model: nn.Module, paths: Sequence[str], current: CurrentR
     is_causal = not sees_later_tokens(model)
     for path in paths:
         part = model.get_submodule(path)
-        if is_positions(part):
+        if hasattr(part, AlibiForward.name):
+            made.append(AlibiForward(part, current))
+        elif is_positions(part):
             made.append(PositionsForward(part, current, of_targets="decoder" in path.split(".")))
         elif is_projected(part):
             made.append(ProjectedForward(part, current))
@@ -49,8 +53,6 @@ def attending_forwards(model: nn.Module, paths: Sequence[str], current: CurrentR
         else:
             kind = ScoresForward if hasattr(part, "_attn") and not hasattr(part, "bias") else MaskedForward
             made.append(kind(part, current, is_causal=is_causal, config=_config_around(model, path)))
-        if hasattr(part, "build_alibi_tensor"):
-            made.append(AlibiForward(part, current))
     return made
 
 
@@ -152,7 +154,7 @@ class MaskedForward(PartForward):
         return with_mask
 
     def _mask(self, row: PackedRow, rows: Tensor) -> Any:
-        """The mask [1, 1, L, L] that the model makes for sequences in rows [n, L, ...]; None where it needs none."""
+        """The mask [n, 1, L, L] that the model makes for sequences in rows [n, L, ...]; None where it needs none."""
         if not self.is_causal:
             return None
         window = getattr(self.module, "sliding_window", None)
@@ -161,9 +163,11 @@ class MaskedForward(PartForward):
             make = create_causal_mask if window is None else create_sliding_window_causal_mask
             # An indexer puts its choice on top of the mask.
             can_be_none = getattr(self.module, "indexer", None) is None
+            mask = make(self.config, rows[:1], None, None, allow_is_causal_skip=can_be_none)
             # In a tuple, because None is a mask too.
-            row.masks[key] = (make(self.config, rows[:1], None, None, allow_is_causal_skip=can_be_none),)
-        return row.masks[key][0]
+            row.masks[key] = (mask.bool() if type(self.module).__name__.endswith(_HIDING) else mask,)
+        mask = row.masks[key][0]
+        return None if mask is None else mask.expand(len(rows), -1, -1, -1)
 
 
 class ScoresForward(MaskedForward):
@@ -181,7 +185,7 @@ class ScoresForward(MaskedForward):
         cut = [groups.sources.cut(named[name][0].transpose(0, 1)) for name in ("query", "key", "value")]
         mixed = []
         for parts in zip(*cut):
-            query, key, value = (part.transpose(1, 2) for part in parts)
+            query, key, value = (part.transpose(1, 2).contiguous() for part in parts)
             mask = self._mask(row, parts[0].flatten(2))
             mixed.append(self.own(query, key, value, mask)[0].transpose(1, 2))
         joined = join_outputs(mixed, groups)

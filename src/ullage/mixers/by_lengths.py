@@ -281,7 +281,8 @@ def join_outputs(
         }
         return type(first)(**{key: value for key, value in parts.items() if value is not None})
     if isinstance(first, (tuple, list)):
-        return tuple(join_outputs(each, groups, name=name, per_sequence=per_sequence) for each in zip(*outputs))
+        parts = [join_outputs(each, groups, name=name, per_sequence=per_sequence) for each in zip(*outputs)]
+        return parts if isinstance(first, list) else tuple(parts)
     if not isinstance(first, Tensor) or first.ndim == 0 or "attentions" in name:
         return None
     calls = groups.sources
