@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ullage.attention.packed_call import DeferredMask
 from ullage.core.rows import Calls
 from ullage.mixers.by_lengths import PackedRow, join_outputs
 from ullage.mixers.forwards import CurrentRow, Forward, PartForward
@@ -32,6 +33,8 @@ from ullage.mixers.ways import is_mixer, is_positions, is_projected, sees_later_
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj", "out_proj", "head_dim"), ("q", "k", "v", "o", "key_value_proj_dim"))
 #: Endings of the class names of attention whose mask is true for what must not be seen.
 _HIDING = ("MptAttention",)
+#: Attributes of attention that chooses the keys of each query, or joins some: the indexers of DeepSeek and others.
+_CHOOSING = ("indexer", "compressor", "prepare_dynamic_mask")
 #: Arguments that depend on the distance to the first token alone, the same for all sequences.
 _OF_DISTANCE = ("alibi", "position_bias")
 
@@ -88,7 +91,7 @@ class ProjectedForward(Forward):
         query, key, value = (product(tokens)[0].unflatten(-1, (-1, head_dim)) for product, tokens in products)
         queries, keys = self._calls(row, is_cross=other is not None)
         is_causal = module.is_decoder and other is None
-        bias = self._bias(queries, named) if other is None and hasattr(module, "compute_bias") else None
+        bias = self._bias(queries, named) if other is None else None
         options = {"dropout_p": module.dropout if module.training else 0.0, "scale": getattr(module, "scaling", 1.0)}
         row.is_served = True
         mixed = []
@@ -101,7 +104,8 @@ class ProjectedForward(Forward):
                 options["attn_mask"] = _corner(bias, length, is_causal=is_causal)
             mixed.append(F.scaled_dot_product_attention(*parts, **options).transpose(1, 2).flatten(2))
         joined = to_output((queries.join(mixed) if mixed else query.flatten(1))[None])
-        return (joined, bias, None) if hasattr(module, "compute_bias") else (joined, None)
+        # T5 hands the bias of its first layer on.
+        return (joined, bias, None) if "position_bias" in self.parameters else (joined, None)
 
     def _calls(self, row: PackedRow, *, is_cross: bool) -> tuple[Calls, Calls]:
         """The calls of queries and of keys."""
@@ -112,10 +116,10 @@ class ProjectedForward(Forward):
         calls = row.alike_side(of_targets=self.module.is_decoder)
         return calls, calls
 
-    def _bias(self, calls: Calls, named: dict[str, Any]) -> Tensor:
-        """The bias that was given, or, in the first layer, that of the longest sequence."""
-        if named.get("position_bias") is not None:
-            return named["position_bias"]
+    def _bias(self, calls: Calls, named: dict[str, Any]) -> Tensor | None:
+        """The bias that was given, or, where the module has one of its own, that of the longest sequence."""
+        if named.get("position_bias") is not None or not getattr(self.module, "has_relative_attention_bias", False):
+            return named.get("position_bias")
         longest = max(calls.widths, default=0)
         return self.module.compute_bias(longest, longest, device=named["hidden_states"].device)  # type: ignore[operator]
 
@@ -132,12 +136,19 @@ def _corner(bias: Tensor, length: int, *, is_causal: bool) -> Tensor:
 class MaskedForward(PartForward):
     """The forward of an attention that is called with a mask: by lengths, each call with that of its sequences.
 
-    ``config``: of the model around, whose implementation of attention tells the form of a mask.
+    Attributes:
+        chooses: whether it chooses the keys of each query.
+        has_mask: whether the mask hides later tokens.
+        config: of the model around, whose implementation of attention tells the form of a mask.
     """
 
+    keeps_positions = True
+
     def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool, config: Any) -> None:
-        super().__init__(module, current, is_causal=is_causal)
-        self.config = config
+        self.chooses = any(hasattr(module, name) for name in _CHOOSING)
+        # The best of equal scores are other ones in a longer row, so that what chooses keys takes no padding.
+        super().__init__(module, current, is_causal=is_causal and not self.chooses)
+        self.has_mask, self.config = is_causal, config
 
     def _function(self, row: PackedRow, keywords: dict[str, Any]) -> Callable[..., Any]:
         of_distance = {name: keywords.pop(name) for name in _OF_DISTANCE if keywords.get(name) is not None}
@@ -149,29 +160,43 @@ class MaskedForward(PartForward):
                 named[name] = value if name == "position_bias" else value[..., : rows.shape[1]].repeat(len(rows), 1, 1)
             if "attention_mask" in named:
                 named["attention_mask"] = self._mask(row, rows)
-            return self.own(*arguments, **named)
+            outputs = self.own(*arguments, **named)
+            if not self.chooses or not isinstance(outputs, tuple):
+                return outputs
+            # A later layer may take the choice of this one.
+            return tuple(_widened(each, widest) for each in outputs)
 
+        longest = max(row.alike_sources.widths, default=0)
+        widest = min(longest, getattr(self.config, "index_topk", longest))
         return with_mask
 
     def _mask(self, row: PackedRow, rows: Tensor) -> Any:
         """The mask [n, 1, L, L] that the model makes for sequences in rows [n, L, ...]; None where it needs none."""
-        if not self.is_causal:
+        if not self.has_mask:
             return None
         window = getattr(self.module, "sliding_window", None)
-        key = (id(self.config), window, rows.shape[1], rows.dtype)
+        key = (id(self.config), type(self.module), self.chooses, window, rows.shape[1], rows.dtype)
         if key not in row.masks:
             make = create_causal_mask if window is None else create_sliding_window_causal_mask
-            # An indexer puts its choice on top of the mask.
-            can_be_none = getattr(self.module, "indexer", None) is None
-            mask = make(self.config, rows[:1], None, None, allow_is_causal_skip=can_be_none)
+            # What chooses keys does so on top of the mask.
+            mask = make(self.config, rows[:1], None, None, allow_is_causal_skip=not self.chooses)
+            if isinstance(mask, DeferredMask):
+                mask = mask.build()
             # In a tuple, because None is a mask too.
             row.masks[key] = (mask.bool() if type(self.module).__name__.endswith(_HIDING) else mask,)
         mask = row.masks[key][0]
         return None if mask is None else mask.expand(len(rows), -1, -1, -1)
 
 
+def _widened(output: Any, widest: int) -> Any:
+    """The keys [n, L, k] that were chosen for each token, as [n, L, widest]: the last is named again."""
+    if not isinstance(output, Tensor) or output.is_floating_point() or output.shape[-1] >= widest:
+        return output
+    return torch.cat([output, output[..., -1:].expand(*output.shape[:-1], widest - output.shape[-1])], -1)
+
+
 class ScoresForward(MaskedForward):
-    """The method ``_attn`` of an attention of GPT-J's kind, of queries, keys and values: by lengths in a packed call."""
+    """The method ``_attn`` of an attention of GPT-J's kind, of queries, keys and values: by lengths in packed calls."""
 
     name = "_attn"
 
@@ -220,7 +245,9 @@ class PositionsForward(Forward):
         longest = max(calls.widths, default=0)
         if not hasattr(self.module, "create_position_ids_from_input_ids"):
             # By the length alone: that of the longest sequence.
-            shortened = {name: each[..., :longest] if isinstance(each, Tensor) else each for name, each in named.items()}
+            shortened = {
+                name: each[..., :longest] if isinstance(each, Tensor) else each for name, each in named.items()
+            }
             return self.own(**shortened).index_select(-2, positions)
         # It reads which tokens are padding.
         cut = {name: calls.cut(each[0]) for name, each in named.items() if isinstance(each, Tensor)}
@@ -230,7 +257,7 @@ class PositionsForward(Forward):
 
 
 class AlibiForward(Forward):
-    """The method of BLOOM that makes its bias of a mask: in a packed call for the longest sequence, without the mask."""
+    """The method of BLOOM that makes its bias of a mask: in a packed call that of the longest sequence."""
 
     name = "build_alibi_tensor"
 

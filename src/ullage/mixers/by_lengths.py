@@ -233,6 +233,9 @@ def _not_cuttable(name: str, value: Tensor, num_slots: int, num_sequences: int) 
 
 def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list[Any]:
     """A value of the packed row, for each call."""
+    if type(value) is dict and value:
+        parts = [_parts(part, groups, name, is_per_sequence) for part in value.values()]
+        return [dict(zip(value, each)) for each in zip(*parts)]
     if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
         parts = [_parts(part, groups, name, is_per_sequence) for part in value]
         return [type(value)(each) if type(value) in (tuple, list) else tuple(each) for each in zip(*parts)]

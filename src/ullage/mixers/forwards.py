@@ -165,6 +165,9 @@ class PartForward(Forward):
             each call have to make equally many.
     """
 
+    #: Whether positions that it is given are those of its sequences, also where the caller gave the model none.
+    keeps_positions = False
+
     def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
         super().__init__(module, current)
         self.is_causal, self.in_one_call = is_causal, False
@@ -185,7 +188,8 @@ class PartForward(Forward):
         kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
         if "use_cache" in taken:
             kept["use_cache"] = False
-        if not self.is_causal and not row.has_own_positions and kept.get("position_ids") is not None:
+        has_counted = not self.is_causal and not self.keeps_positions and not row.has_own_positions
+        if has_counted and kept.get("position_ids") is not None:
             # A head that counts positions by itself has counted through the row.
             kept["position_ids"] = None
         row.is_served = True

@@ -33,6 +33,7 @@ from ullage.attention.support import (
     forget_checks,
     mixing_problem,
     names_lengths,
+    row_limits,
 )
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
@@ -71,16 +72,18 @@ _WITH_THEIR_HEADS = frozenset({"prophetnet"})
 #: stand beside it; each is proved by the audit. Everything else in them works on single tokens.
 BY_ATTENTION = frozenset(
     {
-        "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "blt", "codegen", "falcon", "git", "gpt_neo",
-        "gpt_neox_japanese", "gptj", "inkling2_text", "inkling_text", "m2m_100", "marian", "mbart", "megatron-bert",
-        "mpt", "mt5", "musicgen_decoder", "musicgen_melody_decoder", "mvp", "nemotron", "openai-gpt", "pegasus",
-        "plbart", "qwen4_exp_text", "rembert", "roformer", "stablelm", "t5", "trocr", "whisper", "xglm",
+        "axk2", "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "convbert", "deepseek_v32",
+        "deepseek_v4", "doge", "dots3_note_text", "falcon", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese",
+        "gptj", "hy_v4", "inkling2_text", "inkling_text", "longcat_flash", "luke", "m2m_100", "marian", "mbart",
+        "megatron-bert", "minimax_m3_vl_text", "mpt", "mt5", "musicgen_decoder", "musicgen_melody_decoder", "mvp",
+        "nemotron", "openai-gpt", "pegasus", "plbart", "qwen4_exp_text", "rembert", "roformer", "stablelm", "t5",
+        "trocr", "umt5", "whisper", "xglm",
     }
 )  # fmt: skip
 #: Those that make their masks themselves, or none.
 WITHOUT_MASKS = frozenset({"openai-gpt"})
 #: Those that see later tokens unless they are decoders.
-_ENCODERS = frozenset({"megatron-bert", "rembert", "roformer"})
+_ENCODERS = frozenset({"convbert", "luke", "megatron-bert", "rembert", "roformer"})
 #: Endings of the class names of attention with projections of their own and nothing between them and the scores.
 _PROJECTED = (
     "BartAttention", "BioGptAttention", "BlenderbotAttention", "BlenderbotSmallAttention", "M2M100Attention",
@@ -219,15 +222,18 @@ def _by_attention(model: nn.Module) -> Way | None:
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in BY_ATTENTION or not works_by_token(model):
         return None
-    if "flash" in str(config._attn_implementation) or getattr(config, "alibi", False) or _has_prompts(config):
+    if config._attn_implementation not in ("eager", "sdpa", NAME) or _is_unlike_its_kind(config):
+        return None
+    # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
+    if row_limits(model)[0] is not None:
         return None
     paths = tuple(path for path, _ in attending_parts(model))
     return Way("mixers", paths, first_position=first_position(model), attention=True)
 
 
-def _has_prompts(config: Any) -> bool:
-    """Whether learned keys stand before those of each sequence (MVP)."""
-    return bool(getattr(config, "use_prompt", False))
+def _is_unlike_its_kind(config: Any) -> bool:
+    """Whether learned keys stand before each sequence (MVP), or a bias was added to the mask (Falcon)."""
+    return bool(getattr(config, "use_prompt", False) or getattr(config, "alibi", False))
 
 
 def attending_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -266,7 +272,7 @@ def is_projected(module: nn.Module) -> bool:
 def sees_later_tokens(model: nn.Module) -> bool:
     """Whether the attention of a model that runs by lengths sees later tokens, where it does not say so itself."""
     config: Any = model.config
-    return config.model_type in _ENCODERS and not config.is_decoder
+    return config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
