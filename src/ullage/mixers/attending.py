@@ -83,7 +83,7 @@ class ProjectedForward(Forward):
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> tuple[Any, ...]:
         module: Any = self.module
-        hidden_states, other = named["hidden_states"], named.get("key_value_states")
+        hidden_states, other = named["hidden_states"], named.get("key_value_states", named.get("encoder_hidden_states"))
         names = next(each for each in _PROJECTIONS if hasattr(module, each[0]))
         to_query, to_key, to_value, to_output, head_dim = (getattr(module, name) for name in names)
         states = hidden_states if other is None else other
@@ -92,17 +92,17 @@ class ProjectedForward(Forward):
         queries, keys = self._calls(row, is_cross=other is not None)
         is_causal = module.is_decoder and other is None
         bias = self._bias(queries, named) if other is None else None
-        options = {"dropout_p": module.dropout if module.training else 0.0, "scale": getattr(module, "scaling", 1.0)}
+        options: dict[str, Any] = {"dropout_p": module.dropout if module.training else 0.0, "scale": getattr(module, "scaling", 1.0)}
         row.is_served = True
         mixed = []
         for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
-            parts = [part.transpose(1, 2) for part in places]
-            length = parts[0].shape[2]
+            some, seen, taken = (part.transpose(1, 2) for part in places)
+            length = some.shape[2]
             if bias is None:
                 options["is_causal"] = is_causal and length > 1
             else:
                 options["attn_mask"] = _corner(bias, length, is_causal=is_causal)
-            mixed.append(F.scaled_dot_product_attention(*parts, **options).transpose(1, 2).flatten(2))
+            mixed.append(F.scaled_dot_product_attention(some, seen, taken, **options).transpose(1, 2).flatten(2))
         joined = to_output((queries.join(mixed) if mixed else query.flatten(1))[None])
         # T5 hands the bias of its first layer on.
         return (joined, bias, None) if "position_bias" in self.parameters else (joined, None)
@@ -113,7 +113,7 @@ class ProjectedForward(Forward):
             groups = row.alike_pairs
             assert groups.targets is not None
             return groups.targets, groups.sources
-        calls = row.alike_side(of_targets=self.module.is_decoder)
+        calls = row.alike_side(of_targets=bool(self.module.is_decoder))
         return calls, calls
 
     def _bias(self, calls: Calls, named: dict[str, Any]) -> Tensor | None:
@@ -179,7 +179,7 @@ class MaskedForward(PartForward):
         if key not in row.masks:
             make = create_causal_mask if window is None else create_sliding_window_causal_mask
             # What chooses keys does so on top of the mask.
-            mask = make(self.config, rows[:1], None, None, allow_is_causal_skip=not self.chooses)
+            mask: Any = make(self.config, rows[:1], None, None, allow_is_causal_skip=not self.chooses)
             if isinstance(mask, DeferredMask):
                 mask = mask.build()
             # In a tuple, because None is a mask too.

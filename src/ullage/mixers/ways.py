@@ -72,7 +72,7 @@ _WITH_THEIR_HEADS = frozenset({"prophetnet"})
 #: stand beside it; each is proved by the audit. Everything else in them works on single tokens.
 BY_ATTENTION = frozenset(
     {
-        "axk2", "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "convbert", "deepseek_v32",
+        "axk2", "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "deepseek_v32",
         "deepseek_v4", "doge", "dots3_note_text", "falcon", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese",
         "gptj", "hy_v4", "inkling2_text", "inkling_text", "longcat_flash", "luke", "m2m_100", "marian", "mbart",
         "megatron-bert", "minimax_m3_vl_text", "mpt", "mt5", "musicgen_decoder", "musicgen_melody_decoder", "mvp",
@@ -83,7 +83,7 @@ BY_ATTENTION = frozenset(
 #: Those that make their masks themselves, or none.
 WITHOUT_MASKS = frozenset({"openai-gpt"})
 #: Those that see later tokens unless they are decoders.
-_ENCODERS = frozenset({"convbert", "luke", "megatron-bert", "rembert", "roformer"})
+_ENCODERS = frozenset({"luke", "megatron-bert", "rembert", "roformer"})
 #: Endings of the class names of attention with projections of their own and nothing between them and the scores.
 _PROJECTED = (
     "BartAttention", "BioGptAttention", "BlenderbotAttention", "BlenderbotSmallAttention", "M2M100Attention",
