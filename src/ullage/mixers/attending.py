@@ -88,11 +88,14 @@ class ProjectedForward(Forward):
         to_query, to_key, to_value, to_output, head_dim = (getattr(module, name) for name in names)
         states = hidden_states if other is None else other
         products = ((to_query, hidden_states), (to_key, states), (to_value, states))
-        query, key, value = (product(tokens)[0].unflatten(-1, (-1, head_dim)) for product, tokens in products)
+        query, key, value = (product(tokens).squeeze(0).unflatten(-1, (-1, head_dim)) for product, tokens in products)
         queries, keys = self._calls(row, is_cross=other is not None)
         is_causal = module.is_decoder and other is None
         bias = self._bias(queries, named) if other is None else None
-        options: dict[str, Any] = {"dropout_p": module.dropout if module.training else 0.0, "scale": getattr(module, "scaling", 1.0)}
+        options: dict[str, Any] = {
+            "dropout_p": module.dropout if module.training else 0.0,
+            "scale": getattr(module, "scaling", 1.0),
+        }
         row.is_served = True
         mixed = []
         for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
