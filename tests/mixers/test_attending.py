@@ -94,6 +94,13 @@ def test_packed_pairs_of_barts_kin_equal_each_pair_alone_under_checkpointing(kin
     assert_exact(quiet(model), pairs_of([(7, 3), (9, 9), (7, 1), (1, 20), (30, 4), (7, 3)]), 8)
 
 
+def test_sources_without_targets_run_as_a_whole():
+    model = tiny_model("bart", "seq2seq")
+    expected = logits_alone(model)
+    with ullage.pack_model(model):
+        assert (model(**packed_row(labelled=False)).logits[0] - expected).abs().max() < 1e-5
+
+
 def quiet(model):
     """A model in training mode without noise."""
     for module in model.train().modules():

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 KNOWN_AUTHORS = ("ullage", "transformers")
 
 _BY_TOKEN = re.compile(
-    r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead|MTModel)$"
+    r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead|MarianMTModel)$"
 )
 _BY_SEQUENCE = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeadsModel$")
 

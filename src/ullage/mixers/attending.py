@@ -15,6 +15,7 @@ is computed once, for the longest sequence: that of a shorter one is its corner.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +55,15 @@ def attending_forwards(model: nn.Module, paths: Sequence[str], current: CurrentR
         elif is_mixer(part):
             made.append(PartForward(part, current, is_causal=True))
         else:
-            kind = ScoresForward if hasattr(part, "_attn") and not hasattr(part, "bias") else MaskedForward
+            kind = ScoresForward if _has_scores(part) else MaskedForward
             made.append(kind(part, current, is_causal=is_causal, config=_config_around(model, path)))
     return made
+
+
+def _has_scores(part: nn.Module) -> bool:
+    """Whether a method of an attention takes queries, keys and values alike; GPT-1's takes its keys transposed."""
+    method = getattr(type(part), ScoresForward.name, None)
+    return method is not None and "query" in inspect.signature(method).parameters
 
 
 def _config_around(model: nn.Module, path: str) -> Any:

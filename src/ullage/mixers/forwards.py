@@ -290,12 +290,12 @@ class ModelForward(Forward):
         keywords = {name: each for name, each in keywords.items() if name not in TARGET_LENGTH_NAMES}
         if "use_cache" in taken:
             keywords["use_cache"] = False
-        if self.way.attention:
-            self._spare_masks(keywords, row)
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
         elif self.runs_whole or self._has_pairs:
             return call_whole(self.module, self.own, row, keywords)
+        if self.way.attention:
+            self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
         if self.way.both_ways and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths

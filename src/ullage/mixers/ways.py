@@ -3,7 +3,8 @@
 There are three ways, the finest that a model allows is taken:
 
 - *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
-- *mixers*: the attention does, and its convolutions, scans and states run by lengths, or T5's biased attention;
+- *mixers*: only what mixes tokens runs by lengths: convolutions, scans and states beside an attention that reads the
+  lengths, or the attention too, where it does not (:mod:`ullage.mixers.attending`);
 - *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
   model whose rows do not see each other, whatever it is made of, and computes no padding either.
 
