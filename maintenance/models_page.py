@@ -46,7 +46,8 @@ must not change a bit of the others, nor of the gradients that come from them (w
 float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
 
 *Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
-lengths and its attention reads them; **backbone** or **whole**, the backbone or all of the model runs by lengths.
+lengths, and so does its attention where it does not read them; **backbone** or **whole**, the backbone or all of the
+model runs by lengths.
 *Difference*: the larger of that of logits and that of gradients, relative to the largest number.
 """
 

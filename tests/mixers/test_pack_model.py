@@ -21,8 +21,11 @@ from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 
-#: One type of each way: native, mixers, backbone, whole.
-WAYS = {"llama": "native", "qwen3_next": "mixers", "mamba2": "mixers", "gpt_neo": "backbone", "prophetnet": "whole"}
+#: One type of each way: native, mixers, attention by lengths, backbone, whole.
+WAYS = {
+    "llama": "native", "qwen3_next": "mixers", "mamba2": "mixers", "gpt_neo": "mixers", "xlnet": "backbone",
+    "prophetnet": "whole",
+}  # fmt: skip
 
 
 def gradients(model, logits):
@@ -51,7 +54,7 @@ def test_each_sequence_gets_what_it_gets_alone_and_undo_leaves_nothing(model_typ
         assert torch.equal(alone(model, seed=2), alone(copy.deepcopy(model), seed=2))
         assert list(model.state_dict()) == names
     assert model.config._attn_implementation == attention
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any({"forward", "_attn"} & set(vars(module)) for module in model.modules())
     assert torch.equal(alone(model), expected)
 
 

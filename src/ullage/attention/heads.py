@@ -14,7 +14,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 #: Packages whose losses are known by the name of the class.
 KNOWN_AUTHORS = ("ullage", "transformers")
 
-_BY_TOKEN = re.compile(r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead)$")
+_BY_TOKEN = re.compile(
+    r"(For(CausalLM|MaskedLM|TokenClassification|ConditionalGeneration)|LMHeadModel|WithLMHead|MarianMTModel)$"
+)
 _BY_SEQUENCE = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeadsModel$")
 
 

@@ -28,7 +28,7 @@ from ullage.attention.heads import loss_author, loss_divides_by_count, package_o
 from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar
+from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar, usual_positions
 
 #: The keywords of the targets of an encoder-decoder.
 TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
@@ -56,6 +56,8 @@ class PackedRow:
         self.is_served = False
         #: Whether the caller gave positions that no model counts by itself.
         self.has_own_positions = False
+        #: Masks of sequences by what they depend on, shared by the layers.
+        self.masks: dict[Any, tuple[Any]] = {}
 
     @classmethod
     @torch.compiler.disable(reason="the lengths of the sequences are data")
@@ -110,6 +112,24 @@ class PackedRow:
         """Targets of one length share a call, whatever their sources."""
         assert self.targets is not None
         return Calls(self.targets, alike([self.targets.lengths], self.targets.lengths > 0), self.device)
+
+    def alike_side(self, *, of_targets: bool) -> Calls:
+        """Sources of one length share a call, or targets: where there are such, and they are asked for."""
+        return self.alike_targets if of_targets and self.targets is not None else self.alike_sources
+
+    def positions(self, *, of_targets: bool) -> Tensor:
+        """The position of each token in its sequence, int64 [T], of sources or of targets; 0 in padding."""
+        is_target = of_targets and self.targets is not None
+        return self._target_positions if is_target else self._source_positions
+
+    @cached_property
+    def _source_positions(self) -> Tensor:
+        return torch.from_numpy(usual_positions(self.sources)).to(self.device)
+
+    @cached_property
+    def _target_positions(self) -> Tensor:
+        assert self.targets is not None
+        return torch.from_numpy(usual_positions(self.targets)).to(self.device)
 
     @cached_property
     def in_one_call(self) -> Groups:
@@ -215,6 +235,9 @@ def _not_cuttable(name: str, value: Tensor, num_slots: int, num_sequences: int) 
 
 def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list[Any]:
     """A value of the packed row, for each call."""
+    if type(value) is dict and value:
+        parts = [_parts(part, groups, name, is_per_sequence) for part in value.values()]
+        return [dict(zip(value, each)) for each in zip(*parts)]
     if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
         parts = [_parts(part, groups, name, is_per_sequence) for part in value]
         return [type(value)(each) if type(value) in (tuple, list) else tuple(each) for each in zip(*parts)]
@@ -228,6 +251,9 @@ def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list
     # Positions along several axes, [axes, 1, T].
     if value.ndim == 3 and tuple(value.shape[1:]) == (1, calls.num_slots):
         return [part.movedim(-1, 0) for part in calls.cut(value[:, 0].transpose(0, 1))]
+    # The same for all heads, [1, 1, T, ...].
+    if value.ndim == 4 and tuple(value.shape[:3]) == (1, 1, calls.num_slots):
+        return [part[:, None] for part in calls.cut(value[0, 0])]
     if value.shape[0] == groups.num_sequences:
         return groups.select(value)
     if value.ndim == 1 and value.shape[0] == calls.num_slots:
@@ -260,7 +286,8 @@ def join_outputs(
         }
         return type(first)(**{key: value for key, value in parts.items() if value is not None})
     if isinstance(first, (tuple, list)):
-        return tuple(join_outputs(each, groups, name=name, per_sequence=per_sequence) for each in zip(*outputs))
+        parts = [join_outputs(each, groups, name=name, per_sequence=per_sequence) for each in zip(*outputs)]
+        return parts if isinstance(first, list) else tuple(parts)
     if not isinstance(first, Tensor) or first.ndim == 0 or "attentions" in name:
         return None
     calls = groups.sources

@@ -10,19 +10,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ullage.attention.heads import loss_author
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
-from ullage.core.rows import LENGTH_NAMES, Calls, read_row, usual_positions
+from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
 from ullage.mixers.by_lengths import (
     TARGET_LENGTH_NAMES,
     PackedRow,
@@ -31,7 +32,7 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
-from ullage.mixers.ways import Way
+from ullage.mixers.ways import WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -105,35 +106,42 @@ class Forward:
     Attributes:
         module: whose forward it is.
         current: the row that is in force for its model.
+        name: of the method, where it takes the place of another one than ``forward``.
         before: what the instance itself had in this place, a wrapper for example; None if its class has the forward.
     """
 
+    name = "forward"
+
     def __init__(self, module: nn.Module, current: CurrentRow) -> None:
         self.module, self.current = module, current
-        self.before: Callable[..., Any] | None = vars(module).get("forward")
+        self.before: Callable[..., Any] | None = vars(module).get(self.name)
 
     def put_in(self) -> None:
         """Take the place of the module's own forward."""
-        vars(self.module)["forward"] = self
+        vars(self.module)[self.name] = self
 
     def take_out(self) -> None:
         """Give the module its own forward back."""
         if self.before is None:
-            vars(self.module).pop("forward")
+            vars(self.module).pop(self.name)
         else:
-            vars(self.module)["forward"] = self.before
+            vars(self.module)[self.name] = self.before
 
     @property
     def own(self) -> Callable[..., Any]:
         """The module's own forward."""
-        return self.before or functools.partial(type(self.module).forward, self.module)
+        return self.before or functools.partial(getattr(type(self.module), self.name), self.module)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the module's own forward."""
         if self.before is not None:
             return inspect.signature(self.before).parameters
-        return _parameters(type(self.module).forward)
+        return _parameters(getattr(type(self.module), self.name))
+
+    def named(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by the names of the module's own parameters."""
+        return {**dict(zip(self.parameters, arguments)), **keywords}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -141,7 +149,7 @@ class Forward:
 
     def __reduce__(self) -> Any:
         # The module is known when its attributes are read, and at that time has the forward of its class.
-        return getattr, (self.module, "forward")
+        return getattr, (self.module, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         other = object.__new__(type(self))
@@ -166,6 +174,9 @@ class PartForward(Forward):
             each call have to make equally many.
     """
 
+    #: Whether positions that it is given are those of its sequences, also where the caller gave the model none.
+    keeps_positions = False
+
     def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
         super().__init__(module, current)
         self.is_causal, self.in_one_call = is_causal, False
@@ -181,12 +192,13 @@ class PartForward(Forward):
         assert row is not None
         taken = self.parameters
         if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values()):
-            keywords, arguments = {**dict(zip(taken, arguments)), **keywords}, ()
+            keywords, arguments = self.named(arguments, keywords), ()
         kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
         kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
         if "use_cache" in taken:
             kept["use_cache"] = False
-        if not self.is_causal and not row.has_own_positions and kept.get("position_ids") is not None:
+        has_counted = not self.is_causal and not self.keeps_positions and not row.has_own_positions
+        if has_counted and kept.get("position_ids") is not None:
             # A head that counts positions by itself has counted through the row.
             kept["position_ids"] = None
         row.is_served = True
@@ -195,8 +207,11 @@ class PartForward(Forward):
             groups = row.in_one_call if self.in_one_call else row.padded_behind
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
-            function = self._in_short_chunks if self._chunk_size is not None else self.own
-            return join_outputs(call_by_lengths(function, groups, arguments, kept), groups)
+            return join_outputs(call_by_lengths(self._function(row, kept), groups, arguments, kept), groups)
+
+    def _function(self, row: PackedRow, keywords: dict[str, Any]) -> Callable[..., Any]:
+        """What is called with sequences in rows; may take out of the keywords what it gives to each call itself."""
+        return self._in_short_chunks if self._chunk_size is not None else self.own
 
     @property
     def _chunk_size(self) -> int | None:
@@ -256,14 +271,15 @@ class ModelForward(Forward):
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
     def _run_packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         taken = self.parameters
-        keywords = {**dict(zip(taken, arguments)), **keywords}
+        keywords = self.named(arguments, keywords)
         targets = _targets_as_rows(keywords)
         row = PackedRow.of(keywords, targets)
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        hands_lengths_on = self.way.kind in ("native", "mixers") and (takes_any or "cu_seq_lens_q" in taken)
+        is_one_row = self.way.kind in ("native", "mixers")
+        hands_lengths_on = is_one_row and not self.way.attention and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
         is_usual = positions is None or _are_usual(positions, row.sources)
         if not is_usual and "position_ids" not in taken:
@@ -274,7 +290,7 @@ class ModelForward(Forward):
                 hint="leave position_ids out",
             )
         row.has_own_positions = not is_usual
-        if hands_lengths_on and "position_ids" in taken:
+        if is_one_row and "position_ids" in taken:
             keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
         elif not is_usual:
             keywords["position_ids"] = positions
@@ -284,9 +300,11 @@ class ModelForward(Forward):
         if "use_cache" in taken:
             keywords["use_cache"] = False
         if row.targets is not None and self.way.kind == "mixers":
-            self._shift_targets(row.targets, keywords)
+            self._shift_targets(row, keywords)
         elif self.runs_whole or self._has_pairs:
             return call_whole(self.module, self.own, row, keywords)
+        if self.way.attention:
+            self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
         if self.way.both_ways and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
@@ -310,7 +328,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        return not self.is_off and self.way.kind in ("backbone", "whole")
+        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
 
     @property
     def runs_whole(self) -> bool:
@@ -321,15 +339,34 @@ class ModelForward(Forward):
     def _has_pairs(self) -> bool:
         return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
 
-    def _shift_targets(self, targets: Layout, keywords: dict[str, Any]) -> None:
-        """Make an encoder-decoder's inputs of its labels, as it does, with a start token in front of each target."""
+    def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
+        """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
+
+        transformers hands a mask of four dims on as it is, and the forwards of the attention leave it out.
+        """
+        if getattr(getattr(self.module, "config", None), "model_type", None) in WITHOUT_MASKS:
+            return
+        for name in ("attention_mask", "decoder_attention_mask"):
+            if name in self.parameters:
+                keywords[name] = torch.zeros(1, 1, 1, 1, device=row.device)
+
+    def _shift_targets(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Make an encoder-decoder's inputs of its labels, as it does of each target."""
         if keywords.get("labels") is None or keywords.get("decoder_input_ids") is not None:
             return
         module: Any = self.module
-        shifted = module._shift_right(keywords["labels"])
-        starts = targets.starts[targets.slots > 0]
-        shifted[:, torch.from_numpy(starts).to(shifted.device)] = shifted[:, :1].clone()
-        keywords["decoder_input_ids"] = shifted
+        shift = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+        if shift is None:
+            # The function of the model's file, which its forward calls.
+            function = sys.modules[loss_author(module)[0].__module__].shift_tokens_right
+            shift = functools.partial(
+                function,
+                pad_token_id=module.config.pad_token_id,
+                decoder_start_token_id=module.config.decoder_start_token_id,
+            )
+        calls = row.alike_targets
+        shifted = [shift(part) for part in calls.cut(keywords["labels"][0])]
+        keywords["decoder_input_ids"] = calls.join(shifted)[None] if shifted else keywords["labels"]
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
@@ -400,76 +437,3 @@ def _refuse_masks_and_caches(keywords: dict[str, Any], where: str) -> None:
         raise InputError(
             "a packed row gives no attention weights", where=where, hint="call the model on padded rows for them"
         )
-
-
-# T5's attention on packed rows: by the lengths, with its bias computed once for the longest sequence.
-#
-# Scores get a bias that depends on the distance of two tokens alone, so the bias of a short sequence is a corner of
-# that of the longest. Queries, keys and values of all sequences come from one product over the row; sequences of one
-# length share a call of scaled dot product attention, in the cross attention pairs that are alike in source and target.
-# A bias over the row itself would have T² entries per head. Source: ``transformers.models.t5.modeling_t5.T5Attention``.
-
-
-class BiasedForward(Forward):
-    """The forward of a T5 attention: by lengths within a packed call, its own in any other.
-
-    It takes and returns the bias [1, heads, L, L] of the longest sequence; the cross attention has none.
-    """
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
-        if row is None:
-            return self.own(*arguments, **keywords)
-        return self._run_packed(row, *arguments, **keywords)
-
-    @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def _run_packed(
-        self,
-        row: PackedRow,
-        hidden_states: Tensor,
-        mask: Any = None,
-        key_value_states: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        past_key_values: Any = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        module: Any = self.module
-        is_cross = key_value_states is not None
-        states = hidden_states if key_value_states is None else key_value_states
-        query, key, value = (
-            product(tokens)[0].unflatten(-1, (module.n_heads, module.key_value_proj_dim))
-            for product, tokens in ((module.q, hidden_states), (module.k, states), (module.v, states))
-        )
-        queries, keys = self._calls(row, is_cross)
-        if not is_cross and position_bias is None:
-            longest = max(queries.widths, default=0)
-            position_bias = module.compute_bias(longest, longest, device=hidden_states.device)
-        dropout = module.dropout if module.training else 0.0
-        row.is_served = True
-        mixed = []
-        for places in zip(queries.cut(query), keys.cut(key), keys.cut(value)):
-            parts = [part.transpose(1, 2) for part in places]
-            bias = None if position_bias is None else self._mask(position_bias, parts[0].shape[2])
-            attended = F.scaled_dot_product_attention(
-                *parts, attn_mask=bias, dropout_p=dropout, scale=getattr(module, "scaling", 1.0)
-            )
-            mixed.append(attended.transpose(1, 2).flatten(2))
-        joined = queries.join(mixed) if mixed else query.flatten(1)
-        return module.o(joined[None]), position_bias, None
-
-    def _calls(self, row: PackedRow, is_cross: bool) -> tuple[Calls, Calls]:
-        """The calls of queries and of keys."""
-        if is_cross:
-            groups = row.alike_pairs
-            assert groups.targets is not None
-            return groups.targets, groups.sources
-        calls = row.alike_targets if self.module.is_decoder else row.alike_sources
-        return calls, calls
-
-    def _mask(self, bias: Tensor, length: int) -> Tensor:
-        """The bias of a sequence, minus infinity where a decoder must not look."""
-        part = bias[:, :, :length, :length]
-        if not self.module.is_decoder:
-            return part
-        later = torch.ones(length, length, dtype=torch.bool, device=bias.device).triu(1)
-        return part.masked_fill(later, float("-inf"))

@@ -16,13 +16,13 @@ from torch import nn
 
 from ullage.attention.support import mixing_problem, remember_packable
 from ullage.core.errors import InputError
-from ullage.mixers.forwards import BiasedForward, CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
+from ullage.mixers.attending import attending_forwards
+from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import (
     Way,
     is_attention_put_in,
-    is_biased_attention,
     put_in_attention,
     take_out_attention,
     ways_of,
@@ -166,11 +166,14 @@ def call_equally_often(model: nn.Module) -> bool:
     forward = forward_of(model)
     if forward is None:
         return True
-    for path in forward.way.paths if forward.way.kind == "mixers" else ():
-        part = vars(model.get_submodule(path))["forward"]
-        if isinstance(part, PartForward):
-            part.in_one_call = True
-    return forward.way.kind in ("native", "mixers")
+    parts = [vars(model.get_submodule(path)).get("forward") for path in forward.way.paths]
+    parts = [part for part in parts if isinstance(part, PartForward)]
+    # Where padding could be seen, sequences of each length need a call of their own.
+    if forward.way.kind not in ("native", "mixers") or not all(part.is_causal for part in parts):
+        return False
+    for part in parts:
+        part.in_one_call = True
+    return True
 
 
 # Ways tried on the model itself, from the finest on: the first that the proof accepts is taken.
@@ -254,15 +257,14 @@ def put_in(model: nn.Module, way: Way, *, is_proved: bool = False) -> None:
     if not way.needs_forward:
         return
     current = CurrentRow()
-    for path in way.paths:
-        part = model.get_submodule(path)
-        if is_biased_attention(part):
-            BiasedForward(part, current).put_in()
-        elif path:
-            PartForward(part, current, is_causal=way.kind == "mixers").put_in()
+    if way.attention:
+        for forward in attending_forwards(model, way.paths, current):
+            forward.put_in()
+    else:
+        for path in filter(None, way.paths):
+            PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
     ModelForward(model, current, way=way).put_in()
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if way.kind in ("native", "mixers") and not is_encoder_decoder:
+    if way.kind in ("native", "mixers") and not way.attention:
         # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.
         put_in_attention(model)
         remember_packable(model)
@@ -277,8 +279,7 @@ def way_of(model: nn.Module) -> Way:
 def take_out(model: nn.Module) -> None:
     """Make a bare model what it was before :func:`put_in`. More than once does nothing more."""
     for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, Forward):
+        for forward in [each for each in vars(module).values() if isinstance(each, Forward)]:
             forward.take_out()
         function = vars(module).get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointedRow):

@@ -3,7 +3,8 @@
 There are three ways, the finest that a model allows is taken:
 
 - *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
-- *mixers*: the attention does, and its convolutions, scans and states run by lengths, or T5's biased attention;
+- *mixers*: only what mixes tokens runs by lengths: convolutions, scans and states beside an attention that reads the
+  lengths, or the attention too, where it does not (:mod:`ullage.mixers.attending`);
 - *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
   model whose rows do not see each other, whatever it is made of, and computes no padding either.
 
@@ -34,6 +35,7 @@ from ullage.attention.support import (
     forget_checks,
     mixing_problem,
     names_lengths,
+    row_limits,
     text_modules,
 )
 from ullage.core.errors import InputError
@@ -55,20 +57,44 @@ _MIXERS = (
     "RwkvFeedForward",
     "RwkvSelfAttention",
     "ShortConv",
+    "ShortConvolution",
+    "PLELayer",
+    "ZayaCCAProjection",
     "xLSTMBlock",
 )
 #: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
 #: by the audit. Any other type with such mixers runs by lengths as a whole.
 HYBRIDS = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama4_text", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
-    "xlstm", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "llama4_text", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
-#: Encoder-decoders whose attention alone lets tokens meet, with a bias by distance, and the class names of it.
-BIASED = frozenset({"mt5", "t5"})
-BIASED_ATTENTION = ("MT5Attention", "T5Attention")
+#: Types whose attention reads no lengths and runs by them instead, as do its embeddings of positions and mixers that
+#: stand beside it; each is proved by the audit. Everything else in them works on single tokens.
+BY_ATTENTION = frozenset(
+    {
+        "axk2", "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "deepseek_v32",
+        "deepseek_v4", "doge", "dots3_note_text", "falcon", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese",
+        "gptj", "hy_v4", "inkling2_text", "inkling_text", "longcat_flash", "luke", "m2m_100", "marian", "mbart",
+        "megatron-bert", "minimax_m3_vl_text", "mpt", "mt5", "musicgen_decoder", "musicgen_melody_decoder", "mvp",
+        "nemotron", "openai-gpt", "pegasus", "plbart", "qwen4_exp_text", "rembert", "roformer", "stablelm", "t5",
+        "trocr", "umt5", "whisper", "xglm",
+    }
+)  # fmt: skip
+#: Those that make their masks themselves, or none.
+WITHOUT_MASKS = frozenset({"openai-gpt"})
+#: Those that see later tokens unless they are decoders.
+_ENCODERS = frozenset({"luke", "megatron-bert", "rembert", "roformer"})
+#: Endings of the class names of attention with projections of their own and nothing between them and the scores.
+_PROJECTED = (
+    "BartAttention", "BioGptAttention", "BlenderbotAttention", "BlenderbotSmallAttention", "M2M100Attention",
+    "MT5Attention", "MarianAttention", "MusicgenAttention", "MusicgenMelodyAttention", "MvpAttention",
+    "PegasusAttention", "T5Attention", "TrOCRAttention", "WhisperAttention", "XGLMAttention",
+)  # fmt: skip
+_ATTENTION = ("Attention", "MLA")
+_POSITIONS = ("PositionalEmbedding",)
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
@@ -93,12 +119,14 @@ class Way:
         paths: the modules that run by lengths, by their path in the model; "" is the model itself.
         first_position: of a sequence's first token where the model's position table begins behind a padding index.
         both_ways: whether attention that reads the lengths sees later tokens too, and so the padding behind a sequence.
+        attention: whether the attention is among the parts that run by lengths, so that nothing else has to know them.
     """
 
     kind: Kind
     paths: tuple[str, ...] = ()
     first_position: int = 0
     both_ways: bool = False
+    attention: bool = False
 
     @property
     def needs_forward(self) -> bool:
@@ -180,10 +208,10 @@ def _by_lengths(model: nn.Module) -> tuple[Way, ...]:
     """The ways of a model whose attention alone does not keep sequences apart, the finest first."""
     config: Any = getattr(model, "config", None)
     whole = Way("whole", ("",))
+    attention = _by_attention(model)
     if getattr(config, "is_encoder_decoder", False):
-        biased = _by_biased_attention(model)
-        return (whole,) if biased is None else (biased, whole)
-    ways: list[Way] = []
+        return (whole,) if attention is None else (attention, whole)
+    ways = [] if attention is None else [attention]
     mixers = tuple(path for path, _ in mixers_of(model))  # none in a hybrid's configuration with attention alone
     if mixers and getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
         ways.append(Way("mixers", mixers))
@@ -193,17 +221,62 @@ def _by_lengths(model: nn.Module) -> tuple[Way, ...]:
     return (*ways, whole)
 
 
-def _by_biased_attention(model: nn.Module) -> Way | None:
-    """The way of T5 and its kin with a head by token; None for others, and where the attention may need a mask."""
-    config: Any = model.config
-    if config.model_type not in BIASED or not works_by_token(model) or config._attn_implementation != "sdpa":
+def _by_attention(model: nn.Module) -> Way | None:
+    """The way of a model whose attention runs by lengths; None where it may do something else than is known."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in BY_ATTENTION or not works_by_token(model):
         return None
-    return Way("mixers", tuple(path for path, part in model.named_modules() if is_biased_attention(part)))
+    if config._attn_implementation not in ("eager", "sdpa", NAME) or _is_unlike_its_kind(config):
+        return None
+    # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
+    if row_limits(model)[0] is not None:
+        return None
+    paths = tuple(path for path, _ in attending_parts(model))
+    return Way("mixers", paths, first_position=first_position(model), attention=True)
 
 
-def is_biased_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention of T5, also under a class that a wrapper made of it."""
-    return any(kind.__name__ in BIASED_ATTENTION for kind in type(module).__mro__)
+def _is_unlike_its_kind(config: Any) -> bool:
+    """Whether learned keys stand before each sequence (MVP), or a bias was added to the mask (Falcon)."""
+    return bool(getattr(config, "use_prompt", False) or getattr(config, "alibi", False))
+
+
+def attending_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts that run by lengths where the attention does: its innermost modules, and what counts positions."""
+    holding: set[str] = set()
+    attention = [path for path, module in model.named_modules() if type(module).__name__.endswith(_ATTENTION)]
+    for path in attention:
+        holding.update(other for other in attention if path.startswith(f"{other}."))
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{known}.") for known in outer):
+            continue
+        is_attention = path in attention and path not in holding
+        if is_attention or is_mixer(module) or is_positions(module) or hasattr(module, "build_alibi_tensor"):
+            yield path, module
+            # BLOOM itself makes the bias of its layers.
+            if not hasattr(module, "build_alibi_tensor"):
+                outer.append(path)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module mixes tokens in another way than by attention."""
+    return type(module).__name__.endswith(_MIXERS)
+
+
+def is_positions(module: nn.Module) -> bool:
+    """Whether a module is an embedding of positions that it counts by itself."""
+    return type(module).__name__.endswith(_POSITIONS)
+
+
+def is_projected(module: nn.Module) -> bool:
+    """Whether a module is an attention of BART's or T5's kind."""
+    return type(module).__name__.endswith(_PROJECTED)
+
+
+def sees_later_tokens(model: nn.Module) -> bool:
+    """Whether the attention of a model that runs by lengths sees later tokens, where it does not say so itself."""
+    config: Any = model.config
+    return config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -212,7 +285,7 @@ def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(path.startswith(f"{known}.") for known in outer):
             continue
-        if type(module).__name__.endswith(_MIXERS) or counts_places(module):
+        if is_mixer(module) or counts_places(module):
             outer.append(path)
             yield path, module
 
