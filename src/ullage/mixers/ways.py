@@ -259,8 +259,8 @@ def attending_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens in another way than by attention."""
-    return type(module).__name__.endswith(_MIXERS)
+    """Whether a module mixes tokens in another way than by attention, or by one that counts places in the row."""
+    return type(module).__name__.endswith(_MIXERS) or counts_places(module)
 
 
 def is_positions(module: nn.Module) -> bool:
@@ -285,7 +285,7 @@ def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(path.startswith(f"{known}.") for known in outer):
             continue
-        if is_mixer(module) or counts_places(module):
+        if is_mixer(module):
             outer.append(path)
             yield path, module
 
