@@ -16,7 +16,7 @@ def test_the_page_of_releases_has_the_newest_record():
     assert found is not None
     assert found[1].strip() == versions.section(record)
     assert newest.name in page
-    assert [each for each in versions.failures(record) if versions.explanation(*each[2:]) is None] == []
+    assert [each for each in versions.failures(record) if versions.explanation(each[0], *each[2:]) is None] == []
     assert max(versions.differences(record).values()) <= versions.BOUND
 
 
