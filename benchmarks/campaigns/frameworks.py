@@ -45,6 +45,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, SIZE, SEEDS = 8, 512, 3
+#: Which draw workers are asked for: the first of Megatron's, of which no two functions make the same bins.
+ASKED = SEEDS
 CHOSEN = ("chat", "megatron")
 Bins = list[list[int]]
 #: Lengths and the cap -> bins or parts.
@@ -393,7 +395,7 @@ def draws() -> list[tuple[list[int], int]]:
 
 
 def probe(name: str, ours: bool, output: Path) -> None:
-    """Within the framework's environment: every function's bins of every draw, and the workers' of the first one."""
+    """Within the framework's environment: every function's bins of every draw, and the workers' of one."""
     from ullage.planning.solver.compiled import compile_all
 
     compile_all()
@@ -406,7 +408,7 @@ def probe(name: str, ours: bool, output: Path) -> None:
     methods = ("fork", "spawn", *(each for each in FRAMEWORKS[name].starts if each == "ray"))
     for method in methods if ours else ():
         try:
-            record["workers"][method] = in_worker(method, name, *draws()[0])
+            record["workers"][method] = in_worker(method, name, *draws()[ASKED])
         except NotImplementedError:
             continue
         except Exception as error:
@@ -557,7 +559,7 @@ def compared(function: str, theirs: dict[str, Any], ours: dict[str, Any]) -> Mea
 def row_of(name: str, version: str, obtained: str, theirs: dict[str, Any], ours: dict[str, Any]) -> Row:
     framework = FRAMEWORKS[name]
     first = next(iter(ours["functions"]))
-    plain, held = (side["functions"][first]["draws"][0][0] for side in (theirs, ours))
+    plain, held = (side["functions"][first]["draws"][ASKED][0] for side in (theirs, ours))
     holds = {"parent": held != plain}
     reasons = []
     for method, found in ours["workers"].items():
@@ -591,9 +593,7 @@ def rows_of(name: str, checkout: Path | None, python: Path, wheels: Path) -> lis
     elif framework.versions:
         sources = [(version, "wheel from the index", version) for version in framework.versions]
     elif name == "trl_async":
-        sources = [
-            (importlib.import_module("importlib.metadata").version("trl"), "installed here, from the index", None)
-        ]
+        sources = [(importlib.import_module("importlib.metadata").version("trl"), "installed here", None)]
     else:
         return [Row(name, "", "", "not run", reason=f"no release of it on the index: give --checkout {name}=PATH")]
     rows = []
@@ -628,6 +628,22 @@ def cells_of(measured: dict[str, Any]) -> list[str]:
     formats = {"bins": "{:,}", "spread": "{:.3f}", "over": "{}"}
     pairs = [" → ".join(map(form.format, measured.get(key, ()))) for key, form in formats.items()]
     return [measured.get("function", ""), *pairs]
+
+
+def page_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/frameworks.md, which a test compares with the newest record."""
+    columns = ("framework", "obtained as", "holds in", "function", "bins", "spread", "over the cap")
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        obtained = re.sub(r"checkout, commit (\w{9})\w*", r"checkout \1", row["obtained"]).replace(
+            " from the index", ""
+        )
+        holds = ", ".join(method for method, held in row["holds"].items() if held) or row["status"]
+        first = [f"{row['framework']} {row['version']}".strip(), obtained, holds]
+        for each in row["functions"] or [{}]:
+            lines.append(f"| {' | '.join([*first, *cells_of(each)])} |")
+            first = ["", "", ""]
+    return lines
 
 
 def main(

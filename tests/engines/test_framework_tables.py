@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 import inspect
 import json
+import runpy
 import sys
 import types
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,6 +69,34 @@ def test_where_a_watched_file_may_spawn_the_adapter_holds():
         if any("get_context" in each for names in files.values() for each in names.get("(start methods)", []))
     }
     assert processes == set(SPAWNED)
+
+
+@pytest.fixture(scope="module")
+def campaign():
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "campaigns" / "frameworks.py")))
+
+
+def test_the_page_shows_the_newest_record_of_the_campaign(campaign):
+    newest = sorted((ROOT / "benchmarks" / "results").glob("frameworks_*.json"))[-1]
+    rows = json.loads(newest.read_text())["rows"]
+    page = (ROOT / "docs" / "frameworks.md").read_text().splitlines()
+    assert [line for line in campaign.page_lines(rows) if line not in page] == []
+    assert {row["framework"] for row in rows} == set(campaign.FRAMEWORKS)
+
+
+@pytest.mark.parametrize(("home", "taken"), [
+    ("Project-URL: Repository, https://github.com/THUDM/slime", True),
+    ("Home-page: https://github.com/somebody/slime", False),
+    ("Author: somebody", False),
+])  # fmt: skip
+def test_a_wheel_of_another_project_of_the_name_is_refused(campaign, tmp_path, home, taken):
+    wheel = tmp_path / "slime-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr(
+            "slime-1.0.dist-info/METADATA", f"Name: slime\nVersion: 1.0\n{home}\n\nhttps://github.com/THUDM/slime"
+        )
+    with contextlib.nullcontext() if taken else pytest.raises(RuntimeError, match="another project's: expected a home"):
+        campaign.require_home(wheel, r"github\.com/THUDM/slime")
 
 
 def arguments(**changed):
