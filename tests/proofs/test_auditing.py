@@ -16,6 +16,7 @@ from ullage import RaggedBatch, audit
 from ullage.cli.audit import app
 from ullage.core.layout import Layout
 from ullage.mixers import by_lengths, forwards, is_packed, pack_model
+from ullage.mixers.wrappers import bare
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -335,3 +336,11 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path):
     assert ran.exists()
     found = json.loads(trusted.output.strip().splitlines()[-1])
     assert (found["verdict"], found["way"]) == ("exact", "whole by lengths"), found
+
+
+def test_the_audit_unwraps_a_model_without_accelerate(monkeypatch):
+    """It is a step of CI that installs torch and transformers alone."""
+    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert bare(model) is model
+    assert bare(torch.compile(model)) is model

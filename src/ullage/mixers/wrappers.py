@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ullage.core.errors import InputError
@@ -19,8 +19,18 @@ def bare(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    module: Any = _unwrapped(model)
     return module.base_model.model if _is_adapted(module) and not has_learned_prompt(module) else module
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    try:
+        from accelerate.utils import extract_model_from_parallel
+    except ModuleNotFoundError:  # the audit needs torch and transformers alone: there are torch's own wrappers only
+        model = getattr(model, "_orig_mod", model)
+        return model.module if isinstance(model, DistributedDataParallel) else model
+    module: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return module
 
 
 def has_learned_prompt(model: nn.Module) -> bool:
