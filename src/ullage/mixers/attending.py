@@ -189,7 +189,10 @@ class MaskedForward(PartForward):
         if key not in row.masks:
             make = create_causal_mask if window is None else create_sliding_window_causal_mask
             # What chooses keys does so on top of the mask.
-            mask: Any = make(self.config, rows[:1], None, None, allow_is_causal_skip=not self.chooses)
+            given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "cache_position": None}
+            given |= {"config": self.config, "inputs_embeds": rows[:1], "allow_is_causal_skip": not self.chooses}
+            taken = inspect.signature(make).parameters  # by the version of transformers
+            mask: Any = make(**{name: value for name, value in given.items() if name in taken})
             if isinstance(mask, DeferredMask):
                 mask = mask.build()
             # In a tuple, because None is a mask too.

@@ -16,6 +16,7 @@ design, is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -228,11 +229,24 @@ def _by_attention(model: nn.Module) -> Way | None:
         return None
     if config._attn_implementation not in ("eager", "sdpa", NAME) or _is_unlike_its_kind(config):
         return None
+    # Older versions of some models make their masks themselves, and take none that is made.
+    if config.model_type not in WITHOUT_MASKS and not _hands_masks_on(model):
+        return None
     # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
     if row_limits(model)[0] is not None:
         return None
     paths = tuple(path for path, _ in attending_parts(model))
     return Way("mixers", paths, first_position=first_position(model), attention=True)
+
+
+def _hands_masks_on(model: nn.Module) -> bool:
+    """Whether a model of transformers gets its masks from functions that hand a mask of four dims on as it is."""
+    kind = next((each for each in type(model).__mro__ if each.__module__.startswith("transformers.models.")), None)
+    names = {} if kind is None else vars(sys.modules[kind.__module__])
+    both_ways = "create_bidirectional_mask" in names
+    if getattr(model.config, "is_encoder_decoder", False):
+        return both_ways
+    return both_ways or "create_causal_mask" in names or "create_sliding_window_causal_mask" in names
 
 
 def _is_unlike_its_kind(config: Any) -> bool:
