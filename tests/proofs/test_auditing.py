@@ -344,3 +344,8 @@ def test_the_audit_unwraps_a_model_without_accelerate(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert bare(model) is model
     assert bare(torch.compile(model)) is model
+
+
+def test_gradients_that_are_one_tensor_are_added_once():
+    """torch gives both biases of an Elman cell the same tensor as their gradient."""
+    assert audit_entry("recurrent", "rnn_tanh").verdict == "exact"

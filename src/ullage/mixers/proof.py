@@ -223,7 +223,8 @@ def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcom
 def _add_up(total: CallOutcome, other: CallOutcome) -> None:
     """Move the gradients by parameter of another call to those of the first."""
     pairs = zip(total.of_parameters, other.of_parameters, strict=True)
-    total.of_parameters = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+    # Not in place: torch gives both biases of an Elman cell one tensor.
+    total.of_parameters = [b if a is None else a if b is None else a + b for a, b in pairs]
     other.of_parameters = []
 
 
