@@ -83,6 +83,8 @@ def touch(what, load, *, inner):
             bare.append(f"{what}: {error}")
 faces = {"ullage", "ullage.training.trl", "ullage.engines.fsdp", *(f"ullage.{name}" for name in ullage.__all__)}
 for name in ["ullage", *(found.name for found in pkgutil.walk_packages(ullage.__path__, "ullage."))]:
+    if name == "ullage.engines.plugins.swift_external":  # changes ms-swift when it is imported
+        continue
     touch(name, lambda: importlib.import_module(name), inner=name not in faces)
     for public in getattr(sys.modules.get(name), "__all__", ()):
         touch(f"{name}.{public}", lambda: getattr(sys.modules[name], public), inner=False)

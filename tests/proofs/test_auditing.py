@@ -328,8 +328,8 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path):
     told = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
     (folder / "config.json").write_text(json.dumps(told))
     refused = CliRunner().invoke(app, [str(folder)])
-    assert refused.exit_code == 1
-    assert "--trust_remote_code" in str(refused.exception)
+    assert refused.exit_code == 2
+    assert "--trust_remote_code" in refused.output
     assert not ran.exists()
     # A model of nobody's acquaintance runs by lengths as a whole.
     trusted = CliRunner().invoke(app, [str(folder), "--trust_remote_code", "--json"])

@@ -188,7 +188,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _KernelCall:
     """One call of the kernel: sequences of one length, or blocks that reach equally far.
 
     Attributes:
@@ -243,7 +243,7 @@ class _Call:
 
 def _by_autograd(
     row: tuple[Tensor, ...],
-    calls: tuple[list[_Call], Tensor | None],
+    calls: tuple[list[_KernelCall], Tensor | None],
     scores: Scores,
     dropout: float,
     sinks: Tensor | None,
@@ -426,7 +426,7 @@ def _equal_dims(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
 
 
 @lru_cache(maxsize=16)
-def _calls(order: Arrangement, window: int | None, causal: bool) -> tuple[list[_Call], Tensor | None]:
+def _calls(order: Arrangement, window: int | None, causal: bool) -> tuple[list[_KernelCall], Tensor | None]:
     """The calls of an arrangement, and where the tokens of the row are among their results; None for the same order.
 
     The arrangement is the same object in all layers.
@@ -434,7 +434,7 @@ def _calls(order: Arrangement, window: int | None, causal: bool) -> tuple[list[_
     calls, start = [], 0
     for rows, width in order.buckets:
         stop = start + rows * width
-        calls.append(_Call(slice(start, stop), (rows, width), causal and width > 1))
+        calls.append(_KernelCall(slice(start, stop), (rows, width), causal and width > 1))
         start = stop
     if not order.blocks or window is None:
         return calls, None
@@ -445,7 +445,7 @@ def _calls(order: Arrangement, window: int | None, causal: bool) -> tuple[list[_
     return [*calls, *(replace(call, tokens=slice(start, None)) for call in blocks)], places
 
 
-def _block_calls(order: Arrangement, window: int, causal: bool) -> tuple[list[_Call], np.ndarray]:
+def _block_calls(order: Arrangement, window: int, causal: bool) -> tuple[list[_KernelCall], np.ndarray]:
     """Calls of blocks that reach equally far, and the place of each block among the results.
 
     A block is multiplied with those that it looks at, behind a mask.
@@ -471,7 +471,7 @@ def _block_calls(order: Arrangement, window: int, causal: bool) -> tuple[list[_C
         if is_padded:
             mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(device))
         rows, sees = (torch.from_numpy(each).to(device) for each in (place, seen))
-        calls.append(_Call(slice(0), (len(place), block), False, rows, sees, mask))
+        calls.append(_KernelCall(slice(0), (len(place), block), False, rows, sees, mask))
     return calls, np.argsort(np.concatenate(places))
 
 
