@@ -6,13 +6,22 @@ import sys
 
 from ullage.core.errors import InputError
 
-if len(sys.argv) < 2:
-    raise InputError(
-        "nothing to run", expected="python -m ullage.engines.plugins SCRIPT.py ..., or MODULE ...", found="no argument"
-    )
-del sys.argv[0]
-if os.path.isfile(sys.argv[0]):
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+def main() -> None:
+    """Run what the command line names behind this module's name."""
+    if len(sys.argv) < 2:
+        raise InputError(
+            "nothing to run",
+            expected="python -m ullage.engines.plugins SCRIPT.py ..., or MODULE ...",
+            found="no argument",
+        )
+    del sys.argv[0]
+    if os.path.isfile(sys.argv[0]):
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
