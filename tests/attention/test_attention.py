@@ -384,6 +384,16 @@ def test_long_sequences_with_sinks_and_soft_caps(softcap, dtype, limits):
         assert (one - other).abs().max() < limits[1] * other.abs().max()
 
 
+def test_under_autocast_what_norms_have_left_in_float32_is_cast():
+    """As torch's own attention does: Qwen3's norms give float32 queries and keys beside values in bfloat16."""
+    query, key, value = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
+    expected = packed_attention(*(each.bfloat16() for each in (query, key, value)), [4, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(packed_attention(query, key, value.bfloat16(), [4, 5]), expected)
+        exact = [each.double() for each in (query, key, value)]
+        assert packed_attention(*exact, [4, 5]).dtype == torch.float64
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_what_a_model_is_given_with_dropout_and_without_lengths(dropout):
     """Rows of a batch behind a mask, as in an evaluation; with dropout a weight is zero or twice what it is."""

@@ -311,7 +311,7 @@ class PackedCall:
                 return flex_attention(query, key, value, cu_seqlens, training=training, **options, **scores)
         # Everything else, the CPU first of all: by lengths.
         options |= {**scores, "chunk": self._chunk}
-        if torch.compiler.is_compiling() and not query.is_cuda and not self.dropout:
+        if torch.compiler.is_compiling() and query.device.type == "cpu" and not self.dropout:
             return attention_of_row(query, key, value, self.cu_seqlens, **options)
         return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
 

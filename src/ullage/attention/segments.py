@@ -181,7 +181,7 @@ def packed_attention(
         mixed = _by_autograd(tuple(placed), _calls(order, window, causal), scores, dropout, sinks)
         return mixed if order.places is None else order.places.take(mixed)
     value_dim = value.shape[-1]
-    (query, key, value), scale = _equal_dims(query, key, value, scale)
+    (query, key, value), scale = _alike(query, key, value, scale)
     scores = scores._replace(scale=scale)
     mixed: Any = _OfRow.apply(query, key, value, sinks, tuple(lengths), window, scores)
     return mixed[..., :value_dim]
@@ -274,7 +274,8 @@ class _OfRow(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *_backward(gradients[0], *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
@@ -412,17 +413,23 @@ def attention_of_row(
 ) -> Tensor:
     """:func:`packed_attention` on a CPU as one operator of a compiled graph, without dropout."""
     value_dim = value.shape[-1]
-    (query, key, value), scale = _equal_dims(query, key, value, scale)
+    (query, key, value), scale = _alike(query, key, value, scale)
     return _operator(query, key, value, sinks, cu_seqlens, chunk, window, causal, scale, softcap)[0][..., :value_dim]
 
 
-def _equal_dims(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[list[Tensor], float | None]:
-    """Rows of one dim, which the kernel asks for: zeros behind change no product. And the scale of the scores."""
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    if dim == value_dim:
-        return [query, key, value], scale
-    padded = [F.pad(each, (0, max(dim, value_dim) - each.shape[-1])) for each in (query, key, value)]
-    return padded, dim**-0.5 if scale is None else scale
+def _alike(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[list[Tensor], float | None]:
+    """Rows of one dtype and one dim, which the kernel asks for, and the scale of the scores.
+
+    Under autocast they get its dtype, as torch's own attention gets them. Zeros behind change no product.
+    """
+    rows, dim = [query, key, value], query.shape[-1]
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        rows = [each if each.dtype == torch.float64 else each.to(dtype) for each in rows]
+    most = max(dim, value.shape[-1])
+    if dim == value.shape[-1]:
+        return rows, scale
+    return [F.pad(each, (0, most - each.shape[-1])) for each in rows], dim**-0.5 if scale is None else scale
 
 
 @lru_cache(maxsize=16)
