@@ -119,7 +119,10 @@ def _holder(place: str) -> tuple[Any, str]:
         if error.name != home:
             raise
         outer, _, cls = home.rpartition(".")
-        return getattr(importlib.import_module(outer), cls), name
+        holder = getattr(importlib.import_module(outer), cls, None) if outer else None
+        if not isinstance(holder, type):
+            raise
+        return holder, name
 
 
 def original(ours: Any, install: Callable[[], Any]) -> Any:

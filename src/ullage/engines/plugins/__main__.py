@@ -7,7 +7,7 @@ import sys
 from ullage.core.errors import InputError
 
 
-def main() -> None:
+def _main() -> None:
     """Run what the command line names behind this module's name."""
     if len(sys.argv) < 2:
         raise InputError(
@@ -24,4 +24,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()
