@@ -395,7 +395,9 @@ class _Threads:
         self._last = {"state": _FAILED, "error": ""}
         self._beat_now.set()
         _within(_TO_SETTLE, lambda: self._watch._settle(_TO_SETTLE))
-        print(f"ullage (rank {self._own}): {error}", file=sys.stderr, flush=True)
+        # In one write, since the others write theirs to the same file now.
+        sys.stderr.write(f"ullage (rank {self._own}): {error}\n")
+        sys.stderr.flush()
         self._over.set()
         self._beat_now.set()
         self._beating.join(_LAST_WORD)
