@@ -82,7 +82,7 @@ COMMANDS = {
     # Folders
     f"{_TRAIN} --data texts.jsonl --output_dir base": "holds a model or checkpoints already (base)",
     f"{_TRAIN} --data texts.jsonl --output_dir texts.jsonl": "expected a folder, found a file",
-    f"{_TRAIN} --resume_from_checkpoint": "no checkpoint to continue from (out)",
+    f"{_TRAIN} --resume_from_checkpoint gone": "this is no checkpoint (gone)",
     # The other verbs
     "plan texts.jsonl --capacity 99999999999999999999": "capacity",
     "plan texts.jsnl": "texts.jsonl",
