@@ -174,16 +174,17 @@ def packed_attention(
     >>> torch.allclose(packed_attention(q, kv, kv, [3, 2])[3:], packed_attention(q[3:], kv[3:], kv[3:], [2]))
     True
     """
-    scores = Scores(causal, scale, softcap)
-    if query.device.type != "cpu" or dropout:
+    value_dim, is_plain = value.shape[-1], softcap is None and sinks is None
+    if query.device.type == "cpu" and (is_plain or not dropout):
+        (query, key, value), scale = _alike(query, key, value, scale)
+    # Where nothing is done to the scores, torch's own gradients: ours take as much time, and Python for each call.
+    if len(query) and (query.device.type != "cpu" or dropout or is_plain):
         order = arrange(tuple(lengths), window, query.device)
         placed = (query, key, value) if order.places is None else map(order.places.place, (query, key, value))
+        scores = Scores(causal, scale, softcap)
         mixed = _by_autograd(tuple(placed), _calls(order, window, causal), scores, dropout, sinks)
-        return mixed if order.places is None else order.places.take(mixed)
-    value_dim = value.shape[-1]
-    (query, key, value), scale = _alike(query, key, value, scale)
-    scores = scores._replace(scale=scale)
-    mixed: Any = _OfRow.apply(query, key, value, sinks, tuple(lengths), window, scores)
+        return (mixed if order.places is None else order.places.take(mixed))[..., :value_dim]
+    mixed: Any = _OfRow.apply(query, key, value, sinks, tuple(lengths), window, Scores(causal, scale, softcap))
     return mixed[..., :value_dim]
 
 
@@ -206,16 +207,16 @@ class _KernelCall:
     seen: Tensor | None = None
     mask: Tensor | None = None
 
-    def queries(self, row: Tensor) -> Tensor:
-        """[places, heads, ...] as [n, heads, L, ...]."""
-        parts = row[self.tokens].unflatten(0, (-1, self.shape[1]))
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Those of the call's tokens [places, heads, ...] as [n, heads, L, ...]."""
+        parts = tokens.unflatten(0, (-1, self.shape[1]))
         return (parts if self.rows is None else parts.index_select(0, self.rows)).transpose(1, 2)
 
-    def keys(self, row: Tensor) -> Tensor:
-        """[places, heads, dim] as [n, heads, keys, dim]."""
+    def keys(self, tokens: Tensor) -> Tensor:
+        """Those that the queries see among the call's tokens [places, heads, dim], as [n, heads, keys, dim]."""
         if self.seen is None:
-            return self.queries(row)
-        parts = row[self.tokens].unflatten(0, (-1, self.shape[1])).index_select(0, self.seen)
+            return self.queries(tokens)
+        parts = tokens.unflatten(0, (-1, self.shape[1])).index_select(0, self.seen)
         return parts.unflatten(0, (self.shape[0], -1)).flatten(1, 2).transpose(1, 2)
 
     def write(self, values: Tensor, row: Tensor) -> None:
@@ -249,10 +250,14 @@ def _by_autograd(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention by calls of what is differentiable by itself; ``row`` is query, key and value."""
-    query, key, value = row
+    # Cut once: the gradient of a split is one concatenation, that of a slice a whole row of zeros for each call.
+    starts = list(dict.fromkeys(call.tokens.start for call in calls[0]))
+    sizes = np.diff([*starts, len(row[0])]).tolist()
+    query, key, value = (dict(zip(starts, each.split(sizes))) for each in row)
     outputs = []
     for call in calls[0]:
-        tensors = call.queries(query), call.keys(key), call.keys(value)
+        at = call.tokens.start
+        tensors = call.queries(query[at]), call.keys(key[at]), call.keys(value[at])
         options: dict[str, Any] = {"mask": call.mask, "dropout": dropout, "sinks": sinks}
         mixed = attend(*tensors, scores._replace(causal=call.causal), **options)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
@@ -295,7 +300,7 @@ def _forward(
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
     for call in _calls(order, window, scores.causal)[0]:
-        tensors = call.queries(query), call.keys(key), call.keys(value)
+        tensors = call.queries(query[call.tokens]), call.keys(key[call.tokens]), call.keys(value[call.tokens])
         found = Flash.forward(*tensors, scores._replace(causal=call.causal), call.added_mask(query.dtype))
         call.write(found[0], output)
         call.write(found[1], log_sums)
@@ -332,9 +337,12 @@ def _backward(
     if order.blocks:
         of_key, of_value = of_key.zero_(), of_value.zero_()
     for call in _calls(order, window, scores.causal)[0]:
-        tensors = call.queries(query), call.keys(key), call.keys(value), call.queries(output), call.queries(log_sums)
+        of_gradient, of_queries, of_outputs, of_sums = (
+            call.queries(each[call.tokens]) for each in (gradient, query, output, log_sums)
+        )
+        tensors = of_gradient, of_queries, call.keys(key[call.tokens]), call.keys(value[call.tokens])
         mask = call.added_mask(query.dtype)
-        found = Flash.backward(call.queries(gradient), *tensors, scores._replace(causal=call.causal), mask)
+        found = Flash.backward(*tensors, of_outputs, of_sums, scores._replace(causal=call.causal), mask)
         call.write(found[0], of_query)
         call.add(found[1], of_key)
         call.add(found[2], of_value)
