@@ -143,6 +143,14 @@ class PackedRow:
         return Groups(self, [np.array([each]) for each in np.flatnonzero(self.sources.lengths > 0)])
 
     @cached_property
+    def of_kernels(self) -> dict[str, Tensor]:
+        """Where the slots of the row lie, by the keywords of kernels; empty ones are left out."""
+        slots = self.sources.slots[self.sources.slots > 0]
+        bounds = torch.from_numpy(np.cumsum([0, *slots])).to(self.device)
+        numbers = torch.from_numpy(np.repeat(np.arange(len(slots), dtype=np.int32), slots))[None].to(self.device)
+        return {"cu_seq_lens_q": bounds, "cu_seqlens": bounds, "seq_idx": numbers}
+
+    @cached_property
     def padded_behind(self) -> Groups:
         """Sequences of similar lengths share a call, padded to the longest: exact where no token sees a later one."""
         price = _CALL if self.device.type == "cpu" else _CALL_ON_GPU

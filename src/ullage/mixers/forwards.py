@@ -32,6 +32,7 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
+from ullage.mixers.kernels import length_keywords
 from ullage.mixers.ways import WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -168,10 +169,13 @@ def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 class PartForward(Forward):
     """The forward of a part that mixes tokens: by lengths within a packed call, its own in any other.
 
+    A part whose kernels take the lengths gets the row in one call (:mod:`ullage.mixers.kernels`).
+
     Attributes:
         is_causal: whether no token of the part sees a later one, so that sequences may be padded behind.
         in_one_call: whether all sequences share a call, whatever their lengths: ranks that gather sharded parameters in
             each call have to make equally many.
+        length_keywords: by which the part is told the lengths in one call, where its kernels take them.
     """
 
     #: Whether positions that it is given are those of its sequences, also where the caller gave the model none.
@@ -180,16 +184,26 @@ class PartForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
         super().__init__(module, current)
         self.is_causal, self.in_one_call = is_causal, False
+        self.length_keywords = length_keywords(module) if is_causal else ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.current.get() is None:
             return self.own(*arguments, **keywords)
-        return self._by_lengths(arguments, keywords)
+        return self._by_kernels(arguments, keywords) if self.length_keywords else self._by_lengths(arguments, keywords)
 
-    @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    # What the kernels' mixer computes around them is compiled as it would be without this function.
+    @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
+    def _by_kernels(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         row = self.current.get()
         assert row is not None
+        arguments, kept = self._kept(arguments, keywords)
+        row.is_served = True
+        lengths = {name: row.of_kernels[name] for name in self.length_keywords}
+        with self.current.set(None):
+            return self.own(*arguments, **kept, **lengths)
+
+    def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the part's own forward gets: no lengths, masks and caches."""
         taken = self.parameters
         if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values()):
             keywords, arguments = self.named(arguments, keywords), ()
@@ -197,6 +211,13 @@ class PartForward(Forward):
         kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
         if "use_cache" in taken:
             kept["use_cache"] = False
+        return arguments, kept
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        row = self.current.get()
+        assert row is not None
+        arguments, kept = self._kept(arguments, keywords)
         has_counted = not self.is_causal and not self.keeps_positions and not row.has_own_positions
         if has_counted and kept.get("position_ids") is not None:
             # A head that counts positions by itself has counted through the row.
