@@ -26,6 +26,13 @@ def test_more_models_give_what_one_process_gives():
         assert_small(worst, 1e-5)
 
 
+@pytest.mark.slow
+def test_hybrids_give_what_one_process_gives():
+    """Delta rule, scan and short convolution; a row of one sequence leaves ranks without any."""
+    for worst in values(run(cases.hybrids, 3, ["qwen3_next", "mamba2", "lfm2"])):
+        assert_small(worst, 2e-5)
+
+
 def test_layers_recomputed_outside_the_context_and_slots_with_padding():
     assert max(values(run(cases.checkpointed, 2))) < 1e-5
 

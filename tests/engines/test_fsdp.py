@@ -35,12 +35,13 @@ def folder(tmp_path_factory):
 
 ALONE = {
     "llama": trained(), "qwen3": trained(kind="qwen3"), "tied": trained(model=TIED), "frozen": trained(frozen=True),
-    "few": trained(model=FEW), "recurrent": trained(kind="recurrent"),
+    "few": trained(model=FEW), "recurrent": trained(kind="recurrent"), "lfm2": trained(kind="lfm2"),
 }  # fmt: skip
 TWO = {
     "cp": ("llama", trained(mesh=[1, 2, 1])),
     "cp with fewer key heads than ranks": ("few", trained(model=FEW, mesh=[1, 2, 1])),
     "dp": ("llama", trained(mesh=[2, 1, 1])),
+    "cp of a hybrid": ("lfm2", trained(kind="lfm2", mesh=[1, 2, 1])),
     "tp": ("llama", trained(mesh=[1, 1, 2])),
     "a layer whose small weights lie on every rank of tp": ("qwen3", trained(kind="qwen3", mesh=[1, 1, 2])),
     "tied weights": ("tied", trained(model=TIED, mesh=[1, 1, 2])),

@@ -10,9 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
 from tests.support.processes import raised
-from ullage import RaggedBatch
+from ullage import RaggedBatch, pack_model
 from ullage.attention import context_parallel, require_context_parallel, shard_batch
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.proofs.tiny import VOCABULARY, tiny_model
 from ullage.ranks import Axis, Topology
 
 MODELS = {
@@ -80,6 +81,30 @@ def models_in_worlds(rank, world, names):
                 axis = Axis.from_group(group, "cp") if member else None
                 if member:
                     worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
+    return worst
+
+
+def hybrids(rank, world, names):
+    """Packed hybrids: mixers on whole sequences, of which a rank has none in the second row, and in one run recomputed."""
+    groups = groups_of(rank, range(1, world + 1))
+    worst = {}
+    for name in names:
+        model = tiny_model(name, "causal", seed=1)
+        pack_model(model)
+        require_context_parallel(model)
+        for number, lengths in enumerate(ROWS):
+            samples = [{key: ids % VOCABULARY for key, ids in each.items()} for each in samples_of(lengths)]
+            batch = RaggedBatch.from_samples(samples, pad_to_multiple_of=3 if number == 0 else 1)
+            expected = reference(model, batch)
+            model.train(number == 0)
+            for size, (group, member) in groups.items():
+                if member:
+                    axis = Axis.from_group(group, "cp")
+                    worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
+            model.eval()
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        worst[f"{name}, recomputed"] = differences(model, batch, Axis.world(), expected)
     return worst
 
 

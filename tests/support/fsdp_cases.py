@@ -29,6 +29,7 @@ from ullage.engines import fsdp
 from ullage.engines.fsdp.optimizer import clip_grad_norm
 from ullage.engines.fsdp.parallel import device_type
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
+from ullage.proofs.tiny import tiny_model
 from ullage.ranks import Topology
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
@@ -52,6 +53,8 @@ def make_model(kind="llama", **options):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options)
         )
+    if kind == "lfm2":
+        return tiny_model("lfm2", "causal")
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **options))

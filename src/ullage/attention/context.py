@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
@@ -81,6 +81,25 @@ class ContextParallel(contextlib.ContextDecorator):
                 "no attention ran context parallel, although a row was cut for it",
                 hint="ask require_context_parallel(model); load the model with attn_implementation='ullage'",
             )
+
+    def meet(self, slices: Slices, tokens: Tensor) -> None:
+        """Compare with the other ranks what they hold of a row, before its first layer; ``tokens`` [1, t, dim].
+
+        Collective and waits for the device, once a row. Raises on every rank if one holds a slice of another row.
+        """
+        _COUNTS["called"] += 1
+        self._agree(slices, lambda: None, tokens[:, None], tokens[:, None])
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Whole sequences within: attention takes no slices there."""
+        token = _ACTIVE.set(None)
+        _ENTERED[0] -= 1
+        try:
+            yield
+        finally:
+            _ENTERED[0] += 1
+            _ACTIVE.reset(token)
 
     @torch.compiler.disable(reason="where the slices lie is data")
     def attend(self, call: PackedCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -262,13 +262,15 @@ def supports_context_parallel(model: nn.Module) -> bool:
 
 def context_parallel_problem(model: nn.Module) -> str | None:
     """The reason why a model's rows cannot be cut over ranks, in one clause; None if they can. Reads no weights."""
-    problem = packing_problem(model)
+    # The forward of a packed hybrid gives each of its mixers whole sequences.
+    shares = getattr(vars(model).get("forward"), "shares_rows", False)
+    problem = None if shares else packing_problem(model)
     if problem is not None:
         return problem
     name = type(model).__name__
     if attends_both_ways(model):
         return f"{name} attends in both directions"
-    if not _attention_modules(model):
+    if not shares and not _attention_modules(model):
         return (
             f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
             "ahead of its own has ended, and the ranks would take turns instead of sharing the work"
@@ -287,6 +289,8 @@ def require_context_parallel(model: nn.Module) -> None:
     if problem is None:
         return
     hint = "give each rank sequences of its own, cp=1"
+    if "carries a state along the row" in problem:
+        hint = f"pack it first, with ullage.pack_model(model), which shares the row of a known hybrid; or {hint}"
     if "attn_implementation" in problem:
         hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
     elif "routers" in problem:

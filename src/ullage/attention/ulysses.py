@@ -67,10 +67,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+        return exchange_rows(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None
 
 
-def _all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
+def exchange_rows(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
     """Send ``sends[j]`` rows, in order, to each rank *j* of the group; get ``receives[j]`` back. Differentiable."""
     return _AllToAll.apply(rows, sends, receives, group)  # type: ignore[return-value]
 
@@ -100,12 +100,12 @@ def exchange_heads(
     parts = [tensor.unflatten(1, (size, -1)).flatten(2).transpose(0, 1) for tensor in (query, key, value)]
     widths = [part.shape[-1] for part in parts]
     # Slices arrive rank by rank, which is the order of the row.
-    row = _all_to_all(torch.cat(parts, -1).flatten(0, 1), [own] * size, counts, group)
+    row = exchange_rows(torch.cat(parts, -1).flatten(0, 1), [own] * size, counts, group)
     mixed = attend(
         *(part.unflatten(1, (-1, tensor.shape[2])) for part, tensor in zip(row.split(widths, 1), (query, key, value)))
     )
     # Results of these heads go to the rank that holds the tokens.
-    back = _all_to_all(mixed.flatten(1), counts, [own] * size, group)
+    back = exchange_rows(mixed.flatten(1), counts, [own] * size, group)
     # [ranks · t, heads / ranks · dim] to [t, heads, dim]: rank j computed the j-th block of neighbouring heads.
     return back.unflatten(0, (size, own)).transpose(0, 1).reshape(own, query.shape[1], -1)[:, :num_heads]
 

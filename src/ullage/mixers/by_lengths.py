@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import loss_author, loss_divides_by_count, package_of, works_by_sequence
+from ullage.attention.ulysses import Slices
 from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
@@ -56,13 +57,19 @@ class PackedRow:
         self.is_served = False
         #: Whether the caller gave positions that no model counts by itself.
         self.has_own_positions = False
+        #: This rank's slice of the row, where ranks share it; the layout is that of the whole row.
+        self.slices: Slices | None = None
         #: Masks of sequences by what they depend on, shared by the layers.
         self.masks: dict[Any, tuple[Any]] = {}
 
     @classmethod
     @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def of(cls, keywords: Mapping[str, Any], targets: Layout | None = None) -> PackedRow | None:
+    def of(
+        cls, keywords: Mapping[str, Any], targets: Layout | None = None, slices: Slices | None = None
+    ) -> PackedRow | None:
         """From the keywords of a model's call; None for a call without ``cu_seq_lens_q``. Waits for the device.
+
+        ``slices``: what this rank holds of the row, if ranks share it.
 
         Raises ``InputError`` for lengths that do not cover the row.
         """
@@ -77,6 +84,10 @@ class PackedRow:
                 found="none" if row is None else f"shape {list(row.shape)}",
                 hint="pass what RaggedBatch.to_flattened() gives",
             )
+        if slices is not None:
+            shared = cls(slices.layout, None, row.device)
+            shared.slices = slices
+            return shared
         sources = read_row(cu_seqlens, row.shape[1], keywords.get("position_ids"))
         if targets is not None and len(targets.slots) != len(sources.slots):
             raise InputError(

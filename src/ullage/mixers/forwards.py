@@ -33,6 +33,7 @@ from ullage.mixers.by_lengths import (
     require_cuttable,
 )
 from ullage.mixers.kernels import length_keywords
+from ullage.mixers.over_ranks import over_ranks
 from ullage.mixers.ways import WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -41,6 +42,7 @@ _NOT_OF_PARTS = frozenset(
         *LENGTH_NAMES,
         *TARGET_LENGTH_NAMES,
         "attention_mask",
+        "context_slices",
         "cache",
         "cache_params",
         "cu_seqlens",
@@ -187,9 +189,24 @@ class PartForward(Forward):
         self.length_keywords = length_keywords(module) if is_causal else ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if self.current.get() is None:
+        row = self.current.get()
+        if row is None:
             return self.own(*arguments, **keywords)
+        if row.slices is not None:
+            return self._over_ranks(row, arguments, keywords)
+        return self._packed(arguments, keywords)
+
+    def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self._by_kernels(arguments, keywords) if self.length_keywords else self._by_lengths(arguments, keywords)
+
+    @torch.compiler.disable(reason="where the slices lie is data")
+    def _over_ranks(self, row: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        def run(whole: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            with self.current.set(whole):
+                return self._packed(arguments, keywords)
+
+        row.is_served = True
+        return over_ranks(row, run, *self._kept(arguments, keywords))
 
     # What the kernels' mixer computes around them is compiled as it would be without this function.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
@@ -294,15 +311,19 @@ class ModelForward(Forward):
         taken = self.parameters
         keywords = self.named(arguments, keywords)
         targets = _targets_as_rows(keywords)
-        row = PackedRow.of(keywords, targets)
+        row = PackedRow.of(keywords, targets, keywords.get("context_slices") if self.shares_rows else None)
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
-        require_cuttable(keywords, row)
+        if row.slices is None:
+            require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         is_one_row = self.way.kind in ("native", "mixers")
         hands_lengths_on = is_one_row and not self.way.attention and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
-        is_usual = positions is None or _are_usual(positions, row.sources)
+        # A slice comes with its places in the sequences, which not every model asks for.
+        if row.slices is not None and "position_ids" not in taken:
+            positions = None
+        is_usual = positions is None or (row.slices is None and _are_usual(positions, row.sources))
         if not is_usual and "position_ids" not in taken:
             raise InputError(
                 "this model counts positions by itself, from 0 in each sequence",
@@ -316,7 +337,7 @@ class ModelForward(Forward):
         elif not is_usual:
             keywords["position_ids"] = positions
         if not hands_lengths_on:
-            keywords = {name: each for name, each in keywords.items() if name not in LENGTH_NAMES}
+            keywords = {name: each for name, each in keywords.items() if name not in (*LENGTH_NAMES, "context_slices")}
         keywords = {name: each for name, each in keywords.items() if name not in TARGET_LENGTH_NAMES}
         if "use_cache" in taken:
             keywords["use_cache"] = False
@@ -345,6 +366,11 @@ class ModelForward(Forward):
                 hint="leave packing_capacity and pack_model out, and the Trainer pads its batches",
             )
         return outputs
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks can share a row: the mixers get whole sequences, and attention takes slices."""
+        return not self.is_off and self.way.kind == "mixers" and not self.way.attention and not self.way.both_ways
 
     @property
     def cuts_rows(self) -> bool:

@@ -32,6 +32,7 @@ from ullage.engines.fsdp.checkpoint import gather_weights, load, save
 from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.weights import Source
+from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
 from ullage.training.setup.arguments import AUTO
@@ -439,7 +440,11 @@ def _put_attention(model: Any, objective: str) -> None:
         if model.config._attn_implementation != "ullage":
             with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
                 model.set_attn_implementation("ullage")
-        packed_attention.require_packing(model)
+        if ways_of(model).sure.kind == "mixers":
+            make_packable(model)
+            require_equal_calls(model)
+        else:
+            packed_attention.require_packing(model)
 
 
 @torch.no_grad()
