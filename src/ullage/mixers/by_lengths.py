@@ -222,7 +222,7 @@ def call_by_lengths(
         keywords = {name: value for name, value in keywords.items() if name not in items}
     named = {name: _parts(value, groups, name, name in per_sequence) for name, value in keywords.items()}
     if items is not None:
-        cut = [items.of(part) for part in groups.members]
+        cut = [items.of(part.tolist()) for part in groups.members]
         named |= {name: [each[name] for each in cut] for name in items.values}
     return [
         function(*(parts[call] for parts in positional), **{name: parts[call] for name, parts in named.items()})

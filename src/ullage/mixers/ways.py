@@ -97,8 +97,8 @@ _PROJECTED = (
 )  # fmt: skip
 _ATTENTION = ("Attention", "MLA")
 _POSITIONS = ("PositionalEmbedding",)
-#: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features go
-#: to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
+#: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
+#: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
 ITEMS_ON_THE_ROW = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
@@ -190,8 +190,9 @@ def ways_of(model: nn.Module) -> Candidates:
 
 def _of_items(model: nn.Module, way: Way) -> Literal["row", "sequences"]:
     """How a model keeps images apart in a way."""
+    config: Any = model.config
     is_one_row = way.kind in ("native", "mixers")
-    return "row" if is_one_row and model.config.model_type in ITEMS_ON_THE_ROW else "sequences"
+    return "row" if is_one_row and config.model_type in ITEMS_ON_THE_ROW else "sequences"
 
 
 def _holds_all(model: nn.Module, way: Way, parts: tuple[UnknownPart, ...]) -> bool:
