@@ -51,7 +51,7 @@ class FeaturesForward(Forward):
             return self.own(*arguments, **keywords)
         # Within, the tower knows of no packed row.
         kept = {name: each for name, each in keywords.items() if name not in LENGTH_NAMES}
-        with self.current.set(None):
+        with self.current.set(None), self.current.cut():
             outputs = self.own(*arguments, **kept)
         if self.kind in row.stand_ins:
             return _without_features(outputs)
