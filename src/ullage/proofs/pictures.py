@@ -33,6 +33,10 @@ _BEHIND = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_tok
 #: Types whose clips have text, the time, before every frame.
 _BY_FRAME = re.compile(r"cohere_compass|cosmos3_.*|glm4\d*v.*|glm_ocr|glmga|qwen3_(5|vl).*|qwen4_exp")
 
+#: Towers whose patches are handed over as [channels, height, width], and as merged ones of [height, width, channels].
+_PLANES = ("kimi_k25_vision", "paddleocr_vl_vision")
+_MERGED = ("inkling2_vision",)
+
 
 def takes_images(model: Any) -> bool:
     """Whether a model takes images beside text, as pictures of :func:`picture_samples` are handed over."""
@@ -187,6 +191,8 @@ def _image(model: Any, size: tuple[int, int], random: torch.Generator) -> dict[s
         return _grid(model, (1, *size), random)
     if "aspect_ratio_ids" in names:
         return _tiled(vision, size, random)
+    if "spatial_shapes" in names or "image_position_ids" in names:
+        return _patches(model, size, random)
     if "image_sizes" in names and hasattr(model.config, "image_grid_pinpoints"):
         return _any_resolution(model, size, random)
     height = width = _one(vision.image_size)
@@ -198,7 +204,13 @@ def _image(model: Any, size: tuple[int, int], random: torch.Generator) -> dict[s
             "image_sizes": torch.tensor([[height, width]]),
         }
     fields = {"pixel_values": _pixels(random, 1, channels, height, width)}
-    if "pixel_attention_mask" in names:
+    if "num_local_patches" in names and size[0] != size[1]:
+        fields["pixel_values_local"] = _pixels(random, 2, channels, height, width)
+    if "num_local_patches" in names:
+        fields["num_local_patches"] = torch.tensor([2 if size[0] != size[1] else 0])
+    if "tile_fine_mask" in names:
+        fields["pixel_attention_mask"] = torch.ones(1, dtype=torch.bool)
+    elif "pixel_attention_mask" in names:
         seen = torch.zeros(1, height, width, dtype=torch.int64)
         # The image may be smaller than what it is padded to.
         seen[:, :, : width if size[0] == size[1] else max(width // 2, 1)] = 1
@@ -216,6 +228,8 @@ def _clip(model: Any, size: tuple[int, int, int], random: torch.Generator) -> di
     item = {"pixel_values_videos": made["pixel_values"], "video_grid_thw": made["image_grid_thw"]}
     if "second_per_grid_ts" in names:
         item["second_per_grid_ts"] = torch.tensor([1.0])
+    if "video_merge_sizes" in names:
+        item["video_merge_sizes"] = made["image_merge_sizes"]
     return item
 
 
@@ -225,8 +239,31 @@ def _grid(model: Any, size: tuple[int, int, int], random: torch.Generator) -> di
     patch = _one(vision.patch_size)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     count = size[0] * size[1] * size[2]
-    dim = channels * getattr(vision, "temporal_patch_size", 1) * patch * patch
-    return {"pixel_values": _pixels(random, count, dim), "image_grid_thw": torch.tensor([size])}
+    times = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
+    shape = (channels * times * patch * patch,)
+    if vision.model_type in _PLANES:
+        shape = (channels, patch, patch)
+    elif vision.model_type in _MERGED:
+        count, patch = count // vision.spatial_merge_size**2, patch * vision.spatial_merge_size
+        shape = (patch, patch, channels)
+    fields = {"pixel_values": _pixels(random, count, *shape), "image_grid_thw": torch.tensor([size])}
+    if "image_merge_sizes" in _keywords(model):
+        fields["image_merge_sizes"] = torch.tensor([2])
+    return fields
+
+
+def _patches(model: Any, size: tuple[int, int], random: torch.Generator) -> dict[str, Tensor]:
+    """Patches of one image, padded to as many as an image may have (SigLIP 2, Gemma 4)."""
+    names, vision = _keywords(model), _vision(model.config)
+    count, most = size[0] * size[1], 48
+    there = torch.arange(most) < count
+    pixels = _pixels(random, 1, most, 3 * _one(vision.patch_size) ** 2) * there[None, :, None]
+    if "spatial_shapes" in names:
+        shapes = {"spatial_shapes": torch.tensor([size]), "pixel_attention_mask": there.long()[None]}
+        return {"pixel_values": pixels} | shapes
+    rows, columns = torch.arange(most) // size[1], torch.arange(most) % size[1]
+    places = torch.where(there[:, None], torch.stack([columns, rows], 1), -1)
+    return {"pixel_values": pixels, "image_position_ids": places[None]}
 
 
 def _tiled(vision: Any, size: tuple[int, int], random: torch.Generator) -> dict[str, Tensor]:
