@@ -36,12 +36,20 @@ _BY_FRAME = re.compile(r"cohere_compass|cosmos3_.*|glm4\d*v.*|glm_ocr|glmga|qwen
 #: Towers whose patches are handed over as [channels, height, width], and as merged ones of [height, width, channels].
 _PLANES = ("kimi_k25_vision", "paddleocr_vl_vision")
 _MERGED = ("inkling2_vision",)
+#: Types whose clips are not drawn: with GLM's they cannot stand beside images in one call, for both have one token; the
+#: model of Kimi counts the frames of a clip twice.
+_NO_CLIPS = re.compile(r"glm.*|kimi_k25")
 
 
 def takes_images(model: Any) -> bool:
     """Whether a model takes images beside text, as pictures of :func:`picture_samples` are handed over."""
     names = _keywords(model)
     return "input_ids" in names and "pixel_values" in names and _vision(model.config) is not None
+
+
+def takes_clips(model: Any) -> bool:
+    """Whether :func:`picture_samples` makes clips for a model."""
+    return "video_grid_thw" in _keywords(model) and not _NO_CLIPS.fullmatch(model.config.model_type)
 
 
 def picture_samples(
@@ -221,7 +229,7 @@ def _image(model: Any, size: tuple[int, int], random: torch.Generator) -> dict[s
 def _clip(model: Any, size: tuple[int, int, int], random: torch.Generator) -> dict[str, Tensor]:
     """The fields of one clip: frames, height and width in patches."""
     names = _keywords(model)
-    if "video_grid_thw" not in names:
+    if not takes_clips(model):
         raise InputError("no clips are made for this model", where=type(model).__name__)
     frames = max(1, size[0] // 2)
     made = _grid(model, (frames, *size[1:]), random)
@@ -244,7 +252,7 @@ def _grid(model: Any, size: tuple[int, int, int], random: torch.Generator) -> di
     if vision.model_type in _PLANES:
         shape = (channels, patch, patch)
     elif vision.model_type in _MERGED:
-        count, patch = count // vision.spatial_merge_size**2, patch * vision.spatial_merge_size
+        patch *= vision.spatial_merge_size
         shape = (patch, patch, channels)
     fields = {"pixel_values": _pixels(random, count, *shape), "image_grid_thw": torch.tensor([size])}
     if "image_merge_sizes" in _keywords(model):
@@ -257,7 +265,8 @@ def _patches(model: Any, size: tuple[int, int], random: torch.Generator) -> dict
     names, vision = _keywords(model), _vision(model.config)
     count, most = size[0] * size[1], 48
     there = torch.arange(most) < count
-    pixels = _pixels(random, 1, most, 3 * _one(vision.patch_size) ** 2) * there[None, :, None]
+    patch = getattr(vision, "model_patch_size", None) or _one(vision.patch_size)
+    pixels = _pixels(random, 1, most, 3 * patch**2) * there[None, :, None]
     if "spatial_shapes" in names:
         shapes = {"spatial_shapes": torch.tensor([size]), "pixel_attention_mask": there.long()[None]}
         return {"pixel_values": pixels} | shapes
@@ -311,7 +320,8 @@ def placeholders(model: Any, item: Mapping[str, Tensor], kind: int) -> int:
     }
     with torch.no_grad():
         found = getattr(asked, name)(**given)
-    return _rows(getattr(found, "pooler_output", found))
+    pooled = getattr(found, "pooler_output", None)
+    return _rows(found if isinstance(found, (Tensor, list, tuple)) else found[0] if pooled is None else pooled)
 
 
 def _rows(features: Any) -> int:

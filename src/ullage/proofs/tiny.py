@@ -190,12 +190,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 4},
     # Towers for images, of 16 patches, and what joins them to text.
     "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": 127, "num_query_tokens": 4},
     "cosmos3_edge_text": {"rope_parameters": _IN_THREE},
     "ernie4_5_vl_moe_text": {"rope_parameters": _IN_THREE, "moe_intermediate_size": [96, 96]},
     "exaone4_5_vision": _WINDOWS,
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"vision_config": "gemma4_vision"},
     "gemma4_vision": {"pooling_kernel_size": 2, "patch_size": 4},
+    "gemma4_unified_vision": {"pooling_kernel_size": 2, "patch_size": 4},
     "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
     "glm4v_text": {"rope_parameters": _IN_THREE},
     "glm4v_moe_text": {"rope_parameters": _IN_PART},
@@ -203,7 +205,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
     "granite4_vision": {"image_grid_pinpoints": _RESOLUTIONS, "spatial_target_layers": [1], "downsample_rate": "2/4"},
     "granite_docling_vision": {"deepstack_visual_indexes": [0], "scale_factor": 2},
-    "hunyuan_vl_text": {"rope_parameters": _IN_THREE | {"mrope_section": [2, 2, 2, 2]}},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _IN_THREE | {"mrope_section": [2, 2, 2, 2]}},
+    "instructblip": {"image_token_index": 127, "num_query_tokens": 4},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32, "num_res_blocks": 1},
     "llama4_vision_model": {"intermediate_size": 256},
     "llava_next": {"image_grid_pinpoints": _RESOLUTIONS},
@@ -213,6 +216,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * WIDTH},
     "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": WIDTH},
     "molmo2_text": {"rope_scaling_layers": [0, 1]},
+    "muse_glimmer": {"out_hidden_size": 4 * WIDTH},
     "paddleocr_vl_text": {"rope_parameters": _IN_THREE},
     "pixtral": {"image_size": 48},
     "qwen2_vl_text": {"rope_parameters": _IN_THREE},
@@ -437,7 +441,9 @@ def _shrunk(default: PreTrainedConfig) -> PreTrainedConfig:
 
 def _sees(entries: Mapping[str, Any]) -> bool:
     """Whether entries are those of a tower for images, and not of bytes or sound."""
-    return "patch_size" in entries and bool({*entries} & {"image_size", "in_channels", "num_channels", "num_heads", "pos_emb_height"})
+    return "patch_size" in entries and bool(
+        {*entries} & {"image_size", "in_channels", "num_channels", "num_heads", "pos_emb_height"}
+    )
 
 
 def _small(name: str, value: Any) -> Any:
