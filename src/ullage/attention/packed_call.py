@@ -44,7 +44,8 @@ from ullage.core.errors import InputError
 
 #: The code of the functions that these make: of them a compiled graph can ask for the code, but not for the name.
 _CHUNKED, _EITHER = (
-    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType))
+    # Not of the generator with which a union looks at what it is given.
+    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType) and each.co_name[0] != "<")
     for maker in (chunked_overlay, or_masks)
 )
 
@@ -78,6 +79,9 @@ class DeferredMask:
         checked: whether a layer of this forward has looked for lost lengths.
     """
 
+    #: Of the mask that it describes: a model that is given one of four dims hands it on as it is.
+    ndim = 4
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.padded = arguments.get("attention_mask") is not None
@@ -101,6 +105,12 @@ class DeferredMask:
         # In a tuple, because None is a mask too.
         self._built: tuple[Tensor | None] | None = None
         self._of_sequences: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mask that it describes."""
+        batch_size, q_length, kv_length = (self.arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+        return batch_size, 1, q_length, kv_length
 
     def build(self) -> Tensor | None:
         """The mask for sdpa: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` is enough."""
@@ -172,6 +182,9 @@ def packed_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **arguments: Any
 ) -> DeferredMask | Tensor | None:
     """The mask function of attn_implementation="ullage"; arguments and waiting for the device as in ``sdpa_mask``."""
+    # A model of images has made the mask of its text, which asks for one again.
+    if isinstance(described := arguments.get("attention_mask"), DeferredMask):
+        return described
     arguments.update(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
     )

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -81,10 +83,26 @@ def module_calls() -> Iterator[Call]:
         frame = frame.f_back
 
 
+#: Whether what runs in this thread has nothing to do with the lengths of the calls around it.
+_APART: ContextVar[bool] = ContextVar("ullage_apart_from_row", default=False)
+
+
+@contextmanager
+def apart_from_row() -> Iterator[None]:
+    """A part of a packed call that gets no packed row: a tower, or sequences as the rows of a batch."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
 def given() -> Given | None:
     """Arguments of the module calls in progress; None under ``torch.compile``. Does not wait for the device."""
     if torch.compiler.is_compiling():
         return None
+    if _APART.get():
+        return Given((), False, None)
     positions: dict[int, Tensor] = {}
     lengths, model = False, None
     for call in module_calls():
@@ -234,7 +252,11 @@ def reads_masks(layer: nn.Module) -> bool:
 
 def has_two_way_parts(model: nn.Module) -> bool:
     """Whether parts of a model's text, images or a prefix, see each other both ways by a mask of its own forward."""
-    return getattr(getattr(model, "config", None), "model_type", None) in TWO_WAY_PARTS
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in TWO_WAY_PARTS:
+        return False
+    # Of Gemma 4, the large ones.
+    return "gemma4" not in config.model_type or config.get_text_config().use_bidirectional_attention == "vision"
 
 
 def forget_checks(model: nn.Module) -> None:

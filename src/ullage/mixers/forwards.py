@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import loss_author
-from ullage.attention.support import has_two_way_parts
+from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
@@ -61,7 +61,6 @@ class CurrentRow:
 
     def __init__(self) -> None:
         self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
-        self._is_cut: ContextVar[bool] = ContextVar("ullage_cut_row", default=False)
 
     def get(self) -> PackedRow | None:
         """The row; None outside packed calls."""
@@ -75,20 +74,6 @@ class CurrentRow:
             yield
         finally:
             self._row.reset(token)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the call that is running has cut its row into sequences, which the model gets as rows of a batch."""
-        return self._is_cut.get()
-
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """Note that the row is cut."""
-        token = self._is_cut.set(True)
-        try:
-            yield
-        finally:
-            self._is_cut.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
         return memo.setdefault(id(self), CurrentRow())
@@ -332,7 +317,7 @@ class ModelForward(Forward):
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
         elif runs_whole:
-            with self.current.cut():
+            with apart_from_row():
                 return call_whole(self.module, self.own, row, keywords)
         if row.items is not None:
             keywords |= row.items.of_row()
@@ -364,8 +349,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        by_lengths = self.way.attention or self.way.kind in ("backbone", "whole") or self.current.is_cut
-        return not self.is_off and by_lengths
+        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
 
     @property
     def runs_whole(self) -> bool:
