@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
+from ullage.mixers.items import has_rows_of_items
 
 #: Heights and widths of the images that are drawn in turn, in the smallest size that a model takes.
 SIZES = ((2, 4), (6, 8), (4, 2), (2, 6), (4, 4))
@@ -141,52 +142,6 @@ def _end_to_end(values: Sequence[Tensor]) -> Tensor:
         behind = [(0, size - own) for size, own in zip(most, value.shape[1:])]
         padded.append(nn.functional.pad(value, [each for pair in reversed(behind) for each in pair]))
     return torch.cat(padded)
-
-
-def own_form(model: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call of a model on one sample alone, as a processor would give them.
-
-    A field by token gets a first dimension of 1; one by item does so where the model asks for it.
-    """
-    items = item_fields(model)
-    rows = has_rows_of_items(model)
-    alone = {name: value if name in items and not rows else value[None] for name, value in sample.items()}
-    if "aspect_ratio_ids" in alone:
-        alone["cross_attention_mask"] = cross_attention_mask(
-            sample["input_ids"], _id(model.config, _IMAGE), sample["aspect_ratio_mask"]
-        )[None]
-    return alone
-
-
-def has_rows_of_items(model: Any) -> bool:
-    """Whether a model takes its images by sequence, [sequences, images, ...], and not end to end."""
-    names = _keywords(model)
-    return "aspect_ratio_ids" in names or ("pixel_attention_mask" in names and "spatial_shapes" not in names)
-
-
-def item_fields(model: Any) -> set[str]:
-    """Names among the keywords of a model that hold images or clips."""
-    return {
-        name
-        for name in _keywords(model)
-        if name.startswith(("pixel_", "image_", "video_", "aspect_ratio_", "spatial_", "second_per_grid"))
-    }
-
-
-def cross_attention_mask(input_ids: Tensor, token: Any, tiles: Tensor) -> Tensor:
-    """Which tiles each token sees, [L, images, tiles]: those of the last image before it.
-
-    Images that stand directly behind each other are seen together. ``tiles``: the tiles of each image that are there,
-    [images, tiles].
-    """
-    at = (input_ids == token).nonzero().flatten().tolist()
-    mask = torch.zeros(len(input_ids), len(at), tiles.shape[1], dtype=torch.int64)
-    end = len(input_ids)
-    for image in range(len(at) - 1, -1, -1):
-        if image + 1 < len(at) and at[image + 1] > at[image] + 1:
-            end = at[image + 1]
-        mask[at[image] : end, image] = tiles[image]
-    return mask
 
 
 # How an image is handed over.
