@@ -33,7 +33,16 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
-from ullage.mixers.items import ITEM_LENGTHS, PIXELS, Items, counts_axes, positions_by_axis, tokens_by_sequence
+from ullage.mixers.items import (
+    ITEM_LENGTHS,
+    PIXELS,
+    Items,
+    counts_axes,
+    positions_by_axis,
+    require_matching,
+    seen_tiles,
+    tokens_by_sequence,
+)
 from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -252,6 +261,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
+        self.stand_ins: dict[str, dict[str, Tensor]] = {}
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
         self.is_off = False
 
@@ -288,6 +299,7 @@ class ModelForward(Forward):
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         if self.way.items is not None:
             row.items = Items.taken_from(self.module, keywords, len(row))
+            self._count_tokens_of_items(row, keywords)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
@@ -321,8 +333,7 @@ class ModelForward(Forward):
                 return call_whole(self.module, self.own, row, keywords)
         if row.items is not None:
             keywords |= row.items.of_row()
-            if is_one_row:
-                self._count_tokens_of_items(row, keywords)
+        self._stand_in(row, keywords)
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
@@ -392,13 +403,33 @@ class ModelForward(Forward):
     def _model_type(self) -> str | None:
         return getattr(getattr(self.module, "config", None), "model_type", None)
 
+    def _stand_in(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Give a row without images, or clips, a stand-in, where each row has to run the tower."""
+        missing = {kind: fields for kind, fields in self.stand_ins.items() if keywords.get(PIXELS[kind]) is None}
+        for fields in missing.values():
+            keywords |= {name: value.to(row.device) for name, value in fields.items()}
+        row.stand_ins = frozenset(missing)
+
     def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
-        """Note how many tokens of each sequence stand for features of images, and of clips."""
+        """Note how many tokens of each sequence stand for images and clips, and what text sees of images by itself."""
+        items, ids = row.items, keywords.get("input_ids")
+        if items is None:
+            return
         config: Any = getattr(self.module, "config", None)
         for kind in PIXELS:
-            number = tokens_by_sequence(keywords.get("input_ids"), config, kind, row.sources)
+            number = tokens_by_sequence(ids, config, kind, row.sources)
             if number is not None:
                 row.tokens_of_items[kind] = number
+        tiles = items.values.get("aspect_ratio_mask")
+        if tiles is None or not isinstance(ids, Tensor):
+            return
+        bounds = items.bounds["aspect_ratio_mask"]
+        require_matching(row.tokens_of_items["image"], np.diff(bounds), "image", type(self.module).__name__)
+        for place in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, length = int(row.sources.starts[place]), int(row.sources.lengths[place])
+            own = tiles[bounds[place] : bounds[place + 1]]
+            items.seen[place] = seen_tiles(ids[0, begin : begin + length], config, own)
+            row.seen_tiles[place] = items.seen[place].flatten(1).bool()
 
     def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
         """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
