@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import loss_author
+from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
@@ -32,9 +33,19 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
+from ullage.mixers.items import (
+    ITEM_LENGTHS,
+    PIXELS,
+    Items,
+    counts_axes,
+    positions_by_axis,
+    require_matching,
+    seen_tiles,
+    tokens_by_sequence,
+)
 from ullage.mixers.kernels import length_keywords
 from ullage.mixers.over_ranks import over_ranks
-from ullage.mixers.ways import WITHOUT_MASKS, Way
+from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -240,12 +251,13 @@ class PartForward(Forward):
             # A head that counts positions by itself has counted through the row.
             kept["position_ids"] = None
         row.is_served = True
-        groups = row.alike
+        groups, items = row.alike, None if self.is_causal else row.items
         if self.is_causal:
             groups = row.in_one_call if self.in_one_call else row.padded_behind
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
-            return join_outputs(call_by_lengths(self._function(row, kept), groups, arguments, kept), groups)
+            outputs = call_by_lengths(self._function(row, kept), groups, arguments, kept, items=items)
+            return join_outputs(outputs, groups)
 
     def _function(self, row: PackedRow, keywords: dict[str, Any]) -> Callable[..., Any]:
         """What is called with sequences in rows; may take out of the keywords what it gives to each call itself."""
@@ -287,6 +299,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
+        self.stand_ins: dict[str, dict[str, Tensor]] = {}
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
         self.is_off = False
 
@@ -296,12 +310,19 @@ class ModelForward(Forward):
         signature = inspect.signature(self.own)
         own = list(signature.parameters.values())
         rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
-        added = [name for name in LENGTH_NAMES if name not in signature.parameters]
+        names = LENGTH_NAMES if self.way.items is None else (*LENGTH_NAMES, ITEM_LENGTHS)
+        added = [name for name in names if name not in signature.parameters]
         named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
         return signature.replace(parameters=[*(each for each in own if each not in rest), *named, *rest])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.is_off or keywords.get("cu_seq_lens_q") is None:
+            if keywords.pop(ITEM_LENGTHS, None) is not None:
+                raise InputError(
+                    f"{ITEM_LENGTHS} came without cu_seq_lens_q, which bounds the sequences",
+                    where=f"{type(self.module).__name__}.forward",
+                    hint="pass what RaggedBatch.to_flattened() gives",
+                )
             return self.own(*arguments, **keywords)
         return self._run_packed(arguments, keywords)
 
@@ -314,10 +335,14 @@ class ModelForward(Forward):
         row = PackedRow.of(keywords, targets, keywords.get("context_slices") if self.shares_rows else None)
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
+        if self.way.items is not None:
+            row.items = Items.taken_from(self.module, keywords, len(row))
+            self._count_tokens_of_items(row, keywords)
         if row.slices is None:
             require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        is_one_row = self.way.kind in ("native", "mixers")
+        runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
+        is_one_row = self.way.kind in ("native", "mixers") and not runs_whole
         hands_lengths_on = is_one_row and not self.way.attention and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
         # A slice comes with its places in the sequences, which not every model asks for.
@@ -334,6 +359,8 @@ class ModelForward(Forward):
         row.has_own_positions = not is_usual
         if is_one_row and "position_ids" in taken:
             keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
+            if is_usual and row.items is not None:
+                keywords["position_ids"] = self._positions_by_axis(row, keywords)
         elif not is_usual:
             keywords["position_ids"] = positions
         if not hands_lengths_on:
@@ -343,18 +370,23 @@ class ModelForward(Forward):
             keywords["use_cache"] = False
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
-        elif self.runs_whole or self._has_pairs:
-            return call_whole(self.module, self.own, row, keywords)
+        elif runs_whole:
+            with apart_from_row():
+                return call_whole(self.module, self.own, row, keywords)
+        if row.items is not None:
+            keywords |= row.items.of_row()
+        self._stand_in(row, keywords)
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
-        if self.way.both_ways and row.sources.num_tokens < row.sources.size:
+        has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
+        if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
             # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
             sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
             bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        if self.way.kind == "mixers":
+        if self.way.kind == "mixers" or row.items is not None:
             self._remember_row_in_checkpoints()
         with self.current.set(row):
             outputs = self.own(**keywords)
@@ -386,12 +418,72 @@ class ModelForward(Forward):
     def _has_pairs(self) -> bool:
         return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
 
+    @property
+    def _runs_items_by_sequence(self) -> bool:
+        """Whether a row with images runs by sequence, where one without does not."""
+        return self.way.items == "sequences" and self.way.kind in ("native", "mixers")
+
+    def _positions_by_axis(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
+        """The positions of a row with images, along as many axes as the model counts."""
+        usual, part = keywords["position_ids"], counts_axes(self.module)
+        if part is None or row.items is None or keywords.get("input_ids") is None:
+            return usual
+        return positions_by_axis(part, row.items, row.sources, keywords, usual)
+
+    def _keep_two_way_parts(self, row: PackedRow, keywords: dict[str, Any]) -> bool:
+        """Have the model make a mask in which its images, or its prefix, see each other both ways; whether it does.
+
+        Attention reads that mask by sequence. A row that has no images needs none.
+        """
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if keywords.get(name) is not None]
+        if not names or not has_two_way_parts(self.module):
+            return False
+        if row.items is None and self._model_type not in COUNTED_FROM_ONE:
+            keywords |= dict.fromkeys(names)
+            return False
+        # With a mask of tokens transformers does not look for sequences by itself, for which it would count in another
+        # way than the pattern of the images does.
+        keywords["attention_mask"] = torch.ones(1, row.sources.size, dtype=torch.bool, device=row.device)
+        return True
+
+    @property
+    def _model_type(self) -> str | None:
+        return getattr(getattr(self.module, "config", None), "model_type", None)
+
+    def _stand_in(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Give a row without images, or clips, a stand-in, where each row has to run the tower."""
+        missing = {kind: fields for kind, fields in self.stand_ins.items() if keywords.get(PIXELS[kind]) is None}
+        for fields in missing.values():
+            keywords |= {name: value.to(row.device) for name, value in fields.items()}
+        row.stand_ins = frozenset(missing)
+
+    def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Note how many tokens of each sequence stand for images and clips, and what text sees of images by itself."""
+        items, ids = row.items, keywords.get("input_ids")
+        if items is None:
+            return
+        config: Any = getattr(self.module, "config", None)
+        for kind in PIXELS:
+            number = tokens_by_sequence(ids, config, kind, row.sources)
+            if number is not None:
+                row.tokens_of_items[kind] = number
+        tiles = items.values.get("aspect_ratio_mask")
+        if tiles is None or not isinstance(ids, Tensor):
+            return
+        bounds = items.bounds["aspect_ratio_mask"]
+        require_matching(row.tokens_of_items["image"], np.diff(bounds), "image", type(self.module).__name__)
+        for place in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, length = int(row.sources.starts[place]), int(row.sources.lengths[place])
+            own = tiles[bounds[place] : bounds[place + 1]]
+            items.seen[place] = seen_tiles(ids[0, begin : begin + length], config, own)
+            row.seen_tiles[place] = items.seen[place].flatten(1).bool()
+
     def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
         """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
 
         transformers hands a mask of four dims on as it is, and the forwards of the attention leave it out.
         """
-        if getattr(getattr(self.module, "config", None), "model_type", None) in WITHOUT_MASKS:
+        if self._model_type in WITHOUT_MASKS:
             return
         for name in ("attention_mask", "decoder_attention_mask"):
             if name in self.parameters:
@@ -420,6 +512,8 @@ class ModelForward(Forward):
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
         positions = torch.from_numpy(usual_positions(layout))[None].to(row.device)
+        if self._model_type in COUNTED_FROM_ONE:
+            return positions + 1
         if not first and not self.way.both_ways:
             return positions
         ids, offset = keywords.get("input_ids"), layout.positions()
