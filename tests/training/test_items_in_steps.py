@@ -1,10 +1,12 @@
 """Images of a Trainer's samples arrive in the packed microbatches, beside the tokens of their sequence."""
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.item_cases import pictures
 from tests.support.small_runs import losses, packed_steps, quiet
+from ullage import InputError
 from ullage.training import RaggedCollator, Trainer
 
 
@@ -47,3 +49,15 @@ def test_a_trainer_s_samples_reach_the_packed_model_with_their_images(tmp_path):
     assert len(whole["pixel_values"]) == sum(
         len(s.get("pixel_values", ())) for b in whole.microbatches for s in b.samples()
     )
+
+
+def test_a_model_that_cannot_tell_images_apart_is_refused_a_row_with_them(tmp_path):
+    class Unaware(Looking):
+        def forward(self, input_ids, cu_seq_lens_q, labels=None, **others):
+            raise AssertionError("it was called")
+
+    data = pictures(8, seed=3)
+    arguments = quiet(tmp_path, per_device_train_batch_size=8, max_steps=1, remove_unused_columns=False)
+    trainer = Trainer(Unaware(), arguments, train_dataset=data, data_collator=RaggedCollator())
+    with pytest.raises(InputError, match=r"cannot tell the images of a row's sequences apart \(Unaware\)"):
+        trainer.train()
