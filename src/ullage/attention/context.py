@@ -29,6 +29,7 @@ from ullage.attention.ulysses import Slices, exchange_heads
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, fill_value
 from ullage.core.errors import DistributedError, InputError, UllageError
+from ullage.core.items import require_no_items
 from ullage.core.layout import Layout, require_context_rank
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
@@ -252,6 +253,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
     """
     size, rank = require_axis(axis).size, axis.rank
     require_context_rank(size, rank)
+    require_no_items(batch.items, size)
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
     # Labels are shifted before the cut: the label of a slice's last token may lie on another rank.
     if has_labels and "shift_labels" not in batch:
@@ -265,7 +267,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
     if size > 1:
         _COUNTS["cut"] += 1
         _WAITING.add(slices)
-    row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
+    row = {name: batch[name] for name in batch.names if name not in (*batch.per_sequence, *batch.items)}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
         # The whole row's count on every rank, not the slice's, so that the ranks' losses add up to the row's.
@@ -276,7 +278,8 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
         for name, values in row.items():
             row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name, values.dtype))])
     # Of the whole row: lengths. Of the slice: every field by token, and true positions.
-    whole = RaggedBatch(row, layout).to_flattened()
+    images = {name: batch[name] for name in batch.items}
+    whole = RaggedBatch(row | images, layout, items=batch.items).to_flattened()
     take = torch.from_numpy(slices.index).to(batch.device)
     mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}
     return {**whole, **mine, **extra}

@@ -256,12 +256,14 @@ def _agree(
             )
         schemas = [schema if other["schema"] == fields else Schema.from_list(other["schema"]) for other in records]
         common_schema(schemas, names)  # raises before any rank sends
-    everywhere: dict[str, Int64] = {}
+    # Of all sequences, by id; those of ranks without the field have no rows.
+    everywhere = {
+        name: np.zeros((len(gathered), fields[0].ndim), np.int64) for name, fields in items_of(schemas).items()
+    }
     for k, other in enumerate(records):
         for name, rows in other.get("items", {}).items():
-            # Of all sequences, by id; those of ranks without the field have none.
-            whole = everywhere.setdefault(name, np.zeros((len(gathered), len(rows[0])), np.int64))
-            whole[gathered.offsets[k] : gathered.offsets[k + 1]] = rows
+            if rows:
+                everywhere[name][gathered.offsets[k] : gathered.offsets[k + 1]] = rows
     return schemas, [other["memory"] for other in records], everywhere
 
 
@@ -269,8 +271,8 @@ def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:
     """The schema of all ranks, each field in the dtype that torch promotes those of the ranks to.
 
     A rank without samples has no fields, and one without images none of theirs; ``names`` [ranks] are the global ranks.
-    The order of fields is that of the first rank that has any. Raises ``DistributedError`` that names rank and field where one rank has other fields or
-    shapes than most.
+    The order of fields is that of the first rank that has any. Raises ``DistributedError`` that names rank and field
+    where one rank has other fields or shapes than most.
     """
     present = [(rank, schema) for rank, schema in zip(names, schemas) if schema.fields]
     if not present:

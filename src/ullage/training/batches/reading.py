@@ -21,11 +21,13 @@ from transformers.utils import logging
 
 from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_shifts, package_of
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
+from ullage.core.items import rows_of_one
 from ullage.core.layout import Layout
 from ullage.core.movement import to_device
-from ullage.core.rows import beginnings, read_row
+from ullage.core.rows import beginnings, host_integers, read_row
+from ullage.mixers.packed_model import is_packed
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.training.batches import counting, forms
@@ -217,6 +219,8 @@ class BatchReader:
             sharding = sharding_of(self._trainer.model)
             keywords = None if sharding is None else sharding.keywords(moved)
             if keywords is None:
+                if moved.items and self.form == "flattened":
+                    self._require_packed()
                 keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
             return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
         if isinstance(inputs, PackedSequence):
@@ -236,6 +240,17 @@ class BatchReader:
         if isinstance(lengths, Tensor):  # packing wants lengths on the host
             prepared["input_lengths"] = lengths
         return prepared
+
+    def _require_packed(self) -> None:
+        """Raise ``InputError`` for a model that would let the sequences of a row see each other's images."""
+        if not is_packed(self.model) and forms.ITEM_BOUNDS not in self.forward_parameters:
+            raise InputError(
+                "this model cannot tell the images of a row's sequences apart",
+                where=type(self.model).__name__,
+                expected=f"a packed model, or a forward that names {forms.ITEM_BOUNDS}",
+                found="a batch with items",
+                hint="set packing_capacity, or call ullage.pack_model(model) first",
+            )
 
     def num_tokens(self, inputs: Any) -> int:
         """Real tokens of a batch on its way to the model; without a mask, what is not the tokenizer's padding."""
@@ -354,7 +369,8 @@ def as_ragged(batch: Any, main_input: str = "input_ids", *, pairs: bool = False)
     shape = tuple(main.shape[:2])
     counted = next((name for name in ("position_ids", "seq_idx") if _fits(fields.get(name), shape)), None)
     if _BOUNDS in fields or ("attention_mask" not in fields and counted is not None):
-        return _flat(fields, shape, counted)
+        bounds = {name: host_integers(rows, name) for name, rows in batch.get(forms.ITEM_BOUNDS, {}).items()}
+        return _flat(fields, shape, counted, {name: Layout(np.diff(rows)) for name, rows in bounds.items()})
     if "attention_mask" not in fields:
         raise _unknown(batch)
     return _padded(fields, shape, pairs)
@@ -384,7 +400,9 @@ def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
     return tensor is not None and tuple(tensor.shape) == shape
 
 
-def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None) -> RaggedBatch:
+def _flat(
+    fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None, items: dict[str, Layout]
+) -> RaggedBatch:
     """Sequences that lie end to end, bounded by ``cu_seq_lens_q`` or where the field ``counted`` begins anew."""
     size = shape[0] * shape[1]
     # Indices repeat within a sequence.
@@ -411,12 +429,16 @@ def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None
     for name, tensor in fields.items():
         if name in _PLACES:
             continue
-        if tuple(tensor.shape[:2]) == shape:
+        if name not in items and is_media(name):
+            items[name] = rows_of_one(name, tensor, layout.num_items)
+        if name in items:
+            values[name] = tensor
+        elif tuple(tensor.shape[:2]) == shape:
             values[name] = tensor.flatten(0, 1)
         else:  # one entry per sequence, or RaggedBatch says what is wrong with it
             values[name] = tensor
             whole.append(name)
-    return RaggedBatch(values, layout, whole)
+    return RaggedBatch(values, layout, whole, items)
 
 
 def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> RaggedBatch:
@@ -427,7 +449,7 @@ def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> R
         _require_running(positions, mask)
     values = {name: tensor for name, tensor in fields.items() if name not in _PLACES}
     targets = {name: values.pop(name) for name in list(values) if pairs and is_target(name) and values[name].ndim > 1}
-    whole = [name for name, tensor in values.items() if tuple(tensor.shape[:2]) != shape]
+    whole = [name for name, tensor in values.items() if tuple(tensor.shape[:2]) != shape and not is_media(name)]
     batch = RaggedBatch.from_padded(values, mask, whole)
     if not targets:
         return batch
