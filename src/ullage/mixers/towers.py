@@ -206,7 +206,9 @@ def _smallest(model: nn.Module, kind: str, taken: Mapping[str, Any]) -> dict[str
     if "image_sizes" in taken and hasattr(config, "image_grid_pinpoints"):
         number = image_size_to_num_patches([side, side], config.image_grid_pinpoints, side)
         return {name: whole[:, None].expand(-1, number, -1, -1, -1), "image_sizes": torch.tensor([[side, side]])}
-    return {name: whole}
+    # Of granite_docling, which has one entry for each tile.
+    there = {"pixel_attention_mask": torch.ones(1, dtype=torch.bool)} if "tile_fine_mask" in taken else {}
+    return {name: whole} | there
 
 
 def _smallest_of_patches(vision: Any, taken: Mapping[str, Any], patch: int) -> dict[str, Tensor]:
