@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import loss_author
+from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
@@ -33,7 +34,7 @@ from ullage.mixers.by_lengths import (
     require_cuttable,
 )
 from ullage.mixers.items import ITEM_LENGTHS, PIXELS, Items, counts_axes, positions_by_axis, tokens_by_sequence
-from ullage.mixers.ways import WITHOUT_MASKS, Way
+from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -60,7 +61,6 @@ class CurrentRow:
 
     def __init__(self) -> None:
         self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
-        self._is_cut: ContextVar[bool] = ContextVar("ullage_cut_row", default=False)
 
     def get(self) -> PackedRow | None:
         """The row; None outside packed calls."""
@@ -74,20 +74,6 @@ class CurrentRow:
             yield
         finally:
             self._row.reset(token)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the call that is running has cut its row into sequences, which the model gets as rows of a batch."""
-        return self._is_cut.get()
-
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """Note that the row is cut."""
-        token = self._is_cut.set(True)
-        try:
-            yield
-        finally:
-            self._is_cut.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
         return memo.setdefault(id(self), CurrentRow())
@@ -331,7 +317,7 @@ class ModelForward(Forward):
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
         elif runs_whole:
-            with self.current.cut():
+            with apart_from_row():
                 return call_whole(self.module, self.own, row, keywords)
         if row.items is not None:
             keywords |= row.items.of_row()
@@ -340,13 +326,14 @@ class ModelForward(Forward):
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
-        if self.way.both_ways and row.sources.num_tokens < row.sources.size:
+        has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
+        if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
             # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
             sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
             bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        if self.way.kind == "mixers":
+        if self.way.kind == "mixers" or row.items is not None:
             self._remember_row_in_checkpoints()
         with self.current.set(row):
             outputs = self.own(**keywords)
@@ -362,8 +349,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        by_lengths = self.way.attention or self.way.kind in ("backbone", "whole") or self.current.is_cut
-        return not self.is_off and by_lengths
+        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
 
     @property
     def runs_whole(self) -> bool:
@@ -386,6 +372,26 @@ class ModelForward(Forward):
             return usual
         return positions_by_axis(part, row.items, row.sources, keywords, usual)
 
+    def _keep_two_way_parts(self, row: PackedRow, keywords: dict[str, Any]) -> bool:
+        """Have the model make a mask in which its images, or its prefix, see each other both ways; whether it does.
+
+        Attention reads that mask by sequence. A row that has no images needs none.
+        """
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if keywords.get(name) is not None]
+        if not names or not has_two_way_parts(self.module):
+            return False
+        if row.items is None and self._model_type not in COUNTED_FROM_ONE:
+            keywords |= dict.fromkeys(names)
+            return False
+        # With a mask of tokens transformers does not look for sequences by itself, for which it would count in another
+        # way than the pattern of the images does.
+        keywords["attention_mask"] = torch.ones(1, row.sources.size, dtype=torch.bool, device=row.device)
+        return True
+
+    @property
+    def _model_type(self) -> str | None:
+        return getattr(getattr(self.module, "config", None), "model_type", None)
+
     def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
         """Note how many tokens of each sequence stand for features of images, and of clips."""
         config: Any = getattr(self.module, "config", None)
@@ -399,7 +405,7 @@ class ModelForward(Forward):
 
         transformers hands a mask of four dims on as it is, and the forwards of the attention leave it out.
         """
-        if getattr(getattr(self.module, "config", None), "model_type", None) in WITHOUT_MASKS:
+        if self._model_type in WITHOUT_MASKS:
             return
         for name in ("attention_mask", "decoder_attention_mask"):
             if name in self.parameters:
@@ -428,6 +434,8 @@ class ModelForward(Forward):
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
         positions = torch.from_numpy(usual_positions(layout))[None].to(row.device)
+        if self._model_type in COUNTED_FROM_ONE:
+            return positions + 1
         if not first and not self.way.both_ways:
             return positions
         ids, offset = keywords.get("input_ids"), layout.positions()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.support import apart_from_row
 from ullage.core.layout import Int64
 from ullage.core.rows import LENGTH_NAMES
 from ullage.mixers.by_lengths import PackedRow
@@ -51,7 +52,7 @@ class FeaturesForward(Forward):
             return self.own(*arguments, **keywords)
         # Within, the tower knows of no packed row.
         kept = {name: each for name, each in keywords.items() if name not in LENGTH_NAMES}
-        with self.current.set(None):
+        with self.current.set(None), apart_from_row():
             outputs = self.own(*arguments, **kept)
         if self.kind in row.stand_ins:
             return _without_features(outputs)

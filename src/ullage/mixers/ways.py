@@ -100,6 +100,8 @@ _POSITIONS = ("PositionalEmbedding",)
 #: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
 #: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
 ITEMS_ON_THE_ROW = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+#: Types that count positions from 1.
+COUNTED_FROM_ONE = frozenset({"paligemma"})
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
