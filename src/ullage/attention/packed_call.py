@@ -134,16 +134,19 @@ class DeferredMask:
         return self._of_sequences[key]
 
     def restarts(self, position_ids: Tensor) -> Tensor | None:
-        """Whether positions [rows, T] or [axes, rows, T] go back between two neighbouring tokens that are not padding.
+        """Whether positions [rows, T] or [axes, rows, T] start again between two tokens that are not padding.
 
         One bool on their device, so this does not wait for it; None for positions of another shape than this row's.
         """
-        least = 1
-        if position_ids.ndim == 3:  # image models: tokens of one image share a position of the first axis
-            position_ids, least = position_ids[0], 0
-        if position_ids.ndim != 2 or position_ids.shape[1] != self.arguments["q_length"]:
+        if position_ids.ndim not in (2, 3) or position_ids.shape[-1] != self.arguments["q_length"]:
             return None
-        back = position_ids.diff() < least
+        if position_ids.ndim == 2:
+            back = position_ids.diff() < 1
+        else:
+            # Image models: tokens of an image share positions, and behind a clip those of time may go back. A
+            # sequence begins at 0 on every axis.
+            begins = (position_ids == 0).all(0)
+            back, position_ids = begins[:, 1:] & ~begins[:, :-1], position_ids[0]
         # Between padding and a token, or within padding, positions mean nothing.
         real = self.arguments.get("attention_mask")
         if real is not None:

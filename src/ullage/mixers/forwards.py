@@ -64,6 +64,8 @@ _NOT_OF_PARTS = frozenset(
 )
 
 
+#: Keywords that say which tokens stand for images, or are of a prefix.
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 #: Most tokens in a chunk of a scan on a CPU, where 32 to 64 were measured to be the fastest.
 _CHUNK = 48
 
@@ -324,7 +326,26 @@ class ModelForward(Forward):
                     hint="pass what RaggedBatch.to_flattened() gives",
                 )
             return self.own(*arguments, **keywords)
+        if self._is_text_alone(keywords):
+            return self.own(*arguments, **keywords)
         return self._run_packed(arguments, keywords)
+
+    def _is_text_alone(self, keywords: dict[str, Any]) -> bool:
+        """Whether a row of a model of images has none, and is one that its attention packs without help.
+
+        Takes what says so out of the keywords.
+        """
+        way = self.way
+        if way.items is None or way.kind != "native" or way.both_ways or way.first_position:
+            return False
+        has_items = any(keywords.get(name) is not None for name in (*PIXELS.values(), ITEM_LENGTHS))
+        if has_items or self.stand_ins or self._model_type in COUNTED_FROM_ONE:
+            return False
+        keywords.pop(ITEM_LENGTHS, None)
+        if has_two_way_parts(self.module):
+            for name in _KINDS_OF_TOKENS:
+                keywords.pop(name, None)
+        return True
 
     # The model inside is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
@@ -435,7 +456,7 @@ class ModelForward(Forward):
 
         Attention reads that mask by sequence. A row that has no images needs none.
         """
-        names = [name for name in ("token_type_ids", "mm_token_type_ids") if keywords.get(name) is not None]
+        names = [name for name in _KINDS_OF_TOKENS if keywords.get(name) is not None]
         if not names or not has_two_way_parts(self.module):
             return False
         if row.items is None and self._model_type not in COUNTED_FROM_ONE:

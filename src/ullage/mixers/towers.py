@@ -206,7 +206,9 @@ def _smallest(model: nn.Module, kind: str, taken: Mapping[str, Any]) -> dict[str
     if "image_sizes" in taken and hasattr(config, "image_grid_pinpoints"):
         number = image_size_to_num_patches([side, side], config.image_grid_pinpoints, side)
         return {name: whole[:, None].expand(-1, number, -1, -1, -1), "image_sizes": torch.tensor([[side, side]])}
-    return {name: whole}
+    # Of granite_docling, which has one entry for each tile.
+    there = {"pixel_attention_mask": torch.ones(1, dtype=torch.bool)} if "tile_fine_mask" in taken else {}
+    return {name: whole} | there
 
 
 def _smallest_of_patches(vision: Any, taken: Mapping[str, Any], patch: int) -> dict[str, Tensor]:
@@ -272,11 +274,12 @@ class CrossLayerForward(Forward):
         row = self.current.get()
         if row is None:
             return self.own(*arguments, **keywords)
-        named = self.named(arguments, keywords)
+        hidden = self.named(arguments, keywords)["hidden_states"]
         has_images, sees = self._tokens(row)
-        named["full_text_row_masked_out_mask"] = sees[None, None, :, None].to(named["hidden_states"].dtype)
-        outputs = self.own(**named)
-        return torch.where(has_images[None, :, None], outputs, named["hidden_states"])
+        masks = {"full_text_row_masked_out_mask": sees[None, None, :, None].to(hidden.dtype)}
+        # Hidden states stay where they are among the arguments: the older kind of checkpoint asks for that.
+        outputs = self.own(*arguments, **{**keywords, **masks})
+        return torch.where(has_images[None, :, None], outputs, hidden)
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _tokens(self, row: PackedRow) -> tuple[Tensor, Tensor]:

@@ -203,7 +203,7 @@ def _model_of(given: Any) -> nn.Module:
 LENGTHS = (7, 3, 12, 1, 9, 3)
 NEIGHBOURS = (1, 16, 1, 5, 0, 1)
 LONG = (41, 5, 72)
-#: Images of each sequence of these rows, beside its tokens, of a model that takes them; and clips, where it takes those.
+#: Images of each sequence of these rows, beside its text, of a model that takes them; and clips of those of the first.
 IMAGES = {LENGTHS: (1, 0, 3, 0, 2, 0), NEIGHBOURS: (0, 2, 0, 1, 0, 0), LONG: (2, 0, 1)}
 CLIPS = (0, 0, 1, 0, 1, 0)
 #: Names of the checks of the first row, by what is compared.
@@ -489,7 +489,7 @@ class Samples:
             value
             for part in (config, text)
             for name, value in vars(part).items()
-            if name.endswith("token_id") and isinstance(value, int)
+            if name.endswith(("token_id", "token_index")) and isinstance(value, int)
         }
         #: What sequences have beside text, and why a model that takes images gets none; as :meth:`settle` finds.
         self.images, self.without_images = "", ""
