@@ -219,7 +219,8 @@ _HARMLESS = frozenset(
         "labels",
         "num_items_in_batch",
         "shift_labels",
-        # facts for other attention implementations
+        # facts for other attention implementations, and for the parts around an attention
+        "grid_thw",
         "layer_idx",
         "seq_idx",
         "target_dtype",
@@ -359,7 +360,8 @@ class PackedCall:
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _attend_by_mask(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention within each sequence, as the mask of the model says for it."""
-        assert self.cu_seqlens is not None and isinstance(self.mask, DeferredMask)
+        assert self.cu_seqlens is not None
+        assert isinstance(self.mask, DeferredMask)
         mixed: list[Tensor] = []
         start = 0
         for length in lengths_of_row(self.cu_seqlens, len(query)):

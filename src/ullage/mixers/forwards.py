@@ -33,7 +33,16 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
-from ullage.mixers.items import ITEM_LENGTHS, PIXELS, Items, counts_axes, positions_by_axis, tokens_by_sequence
+from ullage.mixers.items import (
+    ITEM_LENGTHS,
+    PIXELS,
+    Items,
+    counts_axes,
+    positions_by_axis,
+    require_matching,
+    seen_tiles,
+    tokens_by_sequence,
+)
 from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -52,6 +61,8 @@ _NOT_OF_PARTS = frozenset(
 )
 
 
+#: Keywords that say which tokens stand for images, or are of a prefix.
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 #: Most tokens in a chunk of a scan on a CPU, where 32 to 64 were measured to be the fastest.
 _CHUNK = 48
 
@@ -252,6 +263,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
+        self.stand_ins: dict[str, dict[str, Tensor]] = {}
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
         self.is_off = False
 
@@ -275,7 +288,26 @@ class ModelForward(Forward):
                     hint="pass what RaggedBatch.to_flattened() gives",
                 )
             return self.own(*arguments, **keywords)
+        if self._is_text_alone(keywords):
+            return self.own(*arguments, **keywords)
         return self._run_packed(arguments, keywords)
+
+    def _is_text_alone(self, keywords: dict[str, Any]) -> bool:
+        """Whether a row of a model of images has none, and is one that its attention packs without help.
+
+        Takes what says so out of the keywords.
+        """
+        way = self.way
+        if way.items is None or way.kind != "native" or way.both_ways or way.first_position:
+            return False
+        has_items = any(keywords.get(name) is not None for name in (*PIXELS.values(), ITEM_LENGTHS))
+        if has_items or self.stand_ins or self._model_type in COUNTED_FROM_ONE:
+            return False
+        keywords.pop(ITEM_LENGTHS, None)
+        if has_two_way_parts(self.module):
+            for name in _KINDS_OF_TOKENS:
+                keywords.pop(name, None)
+        return True
 
     # The model inside is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
@@ -288,6 +320,7 @@ class ModelForward(Forward):
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         if self.way.items is not None:
             row.items = Items.taken_from(self.module, keywords, len(row))
+            self._count_tokens_of_items(row, keywords)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
@@ -321,8 +354,7 @@ class ModelForward(Forward):
                 return call_whole(self.module, self.own, row, keywords)
         if row.items is not None:
             keywords |= row.items.of_row()
-            if is_one_row:
-                self._count_tokens_of_items(row, keywords)
+        self._stand_in(row, keywords)
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
@@ -377,7 +409,7 @@ class ModelForward(Forward):
 
         Attention reads that mask by sequence. A row that has no images needs none.
         """
-        names = [name for name in ("token_type_ids", "mm_token_type_ids") if keywords.get(name) is not None]
+        names = [name for name in _KINDS_OF_TOKENS if keywords.get(name) is not None]
         if not names or not has_two_way_parts(self.module):
             return False
         if row.items is None and self._model_type not in COUNTED_FROM_ONE:
@@ -392,13 +424,33 @@ class ModelForward(Forward):
     def _model_type(self) -> str | None:
         return getattr(getattr(self.module, "config", None), "model_type", None)
 
+    def _stand_in(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Give a row without images, or clips, a stand-in, where each row has to run the tower."""
+        missing = {kind: fields for kind, fields in self.stand_ins.items() if keywords.get(PIXELS[kind]) is None}
+        for fields in missing.values():
+            keywords |= {name: value.to(row.device) for name, value in fields.items()}
+        row.stand_ins = frozenset(missing)
+
     def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
-        """Note how many tokens of each sequence stand for features of images, and of clips."""
+        """Note how many tokens of each sequence stand for images and clips, and what text sees of images by itself."""
+        items, ids = row.items, keywords.get("input_ids")
+        if items is None:
+            return
         config: Any = getattr(self.module, "config", None)
         for kind in PIXELS:
-            number = tokens_by_sequence(keywords.get("input_ids"), config, kind, row.sources)
+            number = tokens_by_sequence(ids, config, kind, row.sources)
             if number is not None:
                 row.tokens_of_items[kind] = number
+        tiles = items.values.get("aspect_ratio_mask")
+        if tiles is None or not isinstance(ids, Tensor):
+            return
+        bounds = items.bounds["aspect_ratio_mask"]
+        require_matching(row.tokens_of_items["image"], np.diff(bounds), "image", type(self.module).__name__)
+        for place in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, length = int(row.sources.starts[place]), int(row.sources.lengths[place])
+            own = tiles[bounds[place] : bounds[place + 1]]
+            items.seen[place] = seen_tiles(ids[0, begin : begin + length], config, own)
+            row.seen_tiles[place] = items.seen[place].flatten(1).bool()
 
     def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
         """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
