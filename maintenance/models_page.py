@@ -1,4 +1,4 @@
-"""Audit every text type of the installed transformers, and our recurrent models, and write the table of the results.
+"""Audit every type of text or images of the installed transformers, and our recurrent models, and write the table.
 
 ``python maintenance/models_page.py docs/models.md``: takes minutes; exit status 1 if one leaks or differs.
 """
@@ -33,6 +33,7 @@ _TITLES = {
     "causal": "Causal language models",
     "masked": "Masked language models",
     "seq2seq": "Encoder-decoders",
+    "image": "Models that take images",
     RECURRENT: "Recurrent models of ullage",
 }
 _HEAD = """# Models that pack, and how that is proved
@@ -44,6 +45,11 @@ are then compared with each of them alone: outputs to 2e-5, every gradient to 2e
 and empty neighbours; and again in training mode, by the proof that a packed run makes. Other tokens in one sequence
 must not change a bit of the others, nor of the gradients that come from them (with routed experts: 1e-12 and 1e-9 in
 float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
+
+A model that takes images gets them: sequences have none, one or several, of unequal sizes, and a clip where the type
+takes clips beside images. Gradients are compared in the tower too. Other pixels in one sequence must not change a bit
+of the others. The features of all images of the row, the embeddings that the text is given, and the positions are
+compared with those of each sequence alone. With the kin of GLM 4 clips and images cannot stand in one call.
 
 *Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
 lengths, and so does its attention where it does not read them; **backbone** or **whole**, the backbone or all of the
@@ -65,6 +71,8 @@ def audit_entry(kind: str, name: str, *, seed: int = 0) -> Audit:
         return Audit(name, "", verdict="not built", reason=error.hint or str(error))
     report = audit(model, seed=seed)
     report.model_type = name
+    if kind == "image" and not report.images:
+        report.verdict, report.reason = "not built", report.without_images or report.reason or "it takes text alone"
     return report
 
 

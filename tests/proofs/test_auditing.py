@@ -176,7 +176,7 @@ def test_the_page_has_every_type_once():
 def committed_table():
     """The sections of the page of models, by kind."""
     table = (ROOT / "docs" / "models.md").read_text()
-    return dict(zip(("causal", "masked", "seq2seq", "recurrent"), table.split("\n## ")[1:]))
+    return dict(zip(("causal", "masked", "seq2seq", "image", "recurrent"), table.split("\n## ")[1:]))
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_the_command_takes_a_folder(tmp_path):
 @pytest.mark.parametrize(("arguments", "words"), [
     ([], "Missing argument 'MODEL'"),
     (["no_such_type"], "no such text model type"),
-    (["gpt2", "--kind", "image"], "no such kind of model"),
+    (["gpt2", "--kind", "sound"], "no such kind of model"),
     (["own_models:gpt2", "--kind", "causal"], "are for models of transformers"),
     (["own_modles:gpt2"], "there is no such module: found 'own_modles'"),
     (["own_models:gpt3"], "the module has no such name (own_models): found 'gpt3'"),

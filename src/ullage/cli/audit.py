@@ -42,7 +42,9 @@ def audit(
             "class, or a function without arguments that makes the model.",
         ),
     ],
-    kind: Annotated[str | None, typer.Option(metavar="NAME", help="The head: causal, masked or seq2seq.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The head: causal, masked, seq2seq or image.")
+    ] = None,
     packed: Annotated[
         bool, typer.Option("--pack/--as-is", help="Pack the model first, or audit it as transformers has it.")
     ] = True,
@@ -158,7 +160,10 @@ def _print(report: Audit) -> None:
 
 
 def _head(report: Audit) -> str:
-    facts = [report.way, f"attention {report.attention}" if report.attention else "", f"on {report.device}"]
+    images = f"with {report.images}" if report.images else ""
+    if report.without_images:
+        images = f"on text alone, since no images can be made for it ({report.without_images})"
+    facts = [report.way, f"attention {report.attention}" if report.attention else "", f"on {report.device}", images]
     return f"{report.model} ({report.model_type}): {', '.join(fact for fact in facts if fact)}"
 
 

@@ -35,7 +35,7 @@ LABEL_NAMES = ("labels", "shift_labels")
 #: Fields that hold places in a row, counted from its first token: the answer to a question, the token of a class.
 POSITION_NAMES = ("start_positions", "end_positions", "cls_index")
 #: Fields of images and clips, as the processors of transformers name them: whole names, and beginnings of names.
-_MEDIA = frozenset({"second_per_grid_ts", "spatial_shapes", "num_crops"})
+_MEDIA = frozenset({"second_per_grid_ts", "spatial_shapes", "num_crops", "num_local_patches", "high_res_pixel_values"})
 _MEDIA_BEGINNINGS = ("pixel_", "image_", "video_", "aspect_ratio_")
 #: Every block of bytes begins on such a boundary: enough for a view as any dtype, and what NCCL prefers.
 ALIGNMENT = 16

@@ -54,7 +54,8 @@ class Audit(Shown):
         attention: the implementation that ran.
         device: where it ran.
         reason: of a refusal, or what is wrong with images, in one line.
-        images: "images", or "images and clips", if sequences had them; why not, for a model that takes them; or empty.
+        images: "images" or "images and clips", if sequences had them; else empty.
+        without_images: why sequences had none, of a model that takes them.
         checks: all comparisons.
     """
 
@@ -66,6 +67,7 @@ class Audit(Shown):
     device: str = "cpu"
     reason: str = ""
     images: str = ""
+    without_images: str = ""
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -150,7 +152,7 @@ def audit(
     finally:
         if handle is not None:
             handle.undo()
-    report.images = samples.images or samples.without_images
+    report.images, report.without_images = samples.images, samples.without_images
     failed = [check for check in report.checks if not check.passed]
     if failed:  # also before it was refused: so much is known
         report.verdict = "leak" if any(check.leaks for check in failed) else "differs"
@@ -565,11 +567,12 @@ class Samples:
 
     # Runs.
 
-    def _run_alone(self, row: Sequence[Sample]) -> None:
-        """Each sequence in a call of its own."""
-        for sample in row:
-            [fields] = self.fields([sample])
-            self.model(**alone_form(bare(self.model), fields), **self._without_cache())
+    def _run_alone(self, row: Sequence[Sample]) -> list[Tensor]:
+        """The logits of each sequence in a call of its own."""
+        return [
+            _logits(self.model(**alone_form(bare(self.model), fields), **self._without_cache()))
+            for fields in self.fields(row)
+        ]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -595,7 +598,9 @@ class Samples:
             return
         self.images = "images and clips" if takes_clips(model) else "images"
         try:
-            self._run_alone(self.draw([7], [1]))
+            row = self.draw([7], [1])
+            if all(map(torch.equal, self._run_alone(row), self._run_alone(self.with_other_images(row, 0)))):
+                self.images, self.without_images = "", "another image changes nothing"
         except Exception as error:  # whatever the model raises: it is audited on text alone
             self.images, self.without_images = "", " ".join(f"{type(error).__name__}: {error}".split())
 

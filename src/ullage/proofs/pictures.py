@@ -167,6 +167,9 @@ def _image(model: Any, size: tuple[int, int], random: torch.Generator) -> dict[s
             "image_sizes": torch.tensor([[height, width]]),
         }
     fields = {"pixel_values": _pixels(random, 1, channels, height, width)}
+    if "high_res_pixel_values" in names:
+        size_of_both = _one(model.config.high_res_vision_config.image_size)
+        fields["high_res_pixel_values"] = _pixels(random, 1, channels, size_of_both, size_of_both)
     if "num_local_patches" in names and size[0] != size[1]:
         fields["pixel_values_local"] = _pixels(random, 2, channels, height, width)
     if "num_local_patches" in names:

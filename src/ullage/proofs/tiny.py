@@ -203,7 +203,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": _IN_PART},
     "glm_ocr_text": {"rope_parameters": _IN_THREE},
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
-    "granite4_vision": {"image_grid_pinpoints": _RESOLUTIONS, "spatial_target_layers": [1], "downsample_rate": "2/4"},
+    "granite4_vision": {
+        "image_grid_pinpoints": _RESOLUTIONS,
+        "spatial_target_layers": [1],
+        "downsample_rate": "2/4",
+        "deepstack_layer_map": [[-1, 0]],
+    },
     "granite_docling_vision": {"deepstack_visual_indexes": [0], "scale_factor": 2},
     "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _IN_THREE | {"mrope_section": [2, 2, 2, 2]}},
     "instructblip": {"image_token_index": 127, "num_query_tokens": 4},
@@ -232,6 +237,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_vision": {"deepstack_visual_indexes": [0]},
     "qwen3_5_text": {"rope_parameters": _IN_PART},
     "qwen3_5_moe_text": {"rope_parameters": _IN_PART},
+    "sam_vision_model": {"global_attn_indexes": [0, 1]},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p5": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
@@ -240,12 +246,47 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 _TARGET = "every forward needs the keys and values of a target model (shared_kv_states)"
 
-#: Heads (kind and model type) that cannot be built or run on text alone, or on a CPU, with what is missing.
+_SIDE_BY_SIDE = "the pixels of all images of a call lie side by side in one row of pixels"
+_BY_LAYER = "its towers have sizes by layer, which are not cut here"
+_NO_TOKENS = "its images stand for no tokens of their own, and every call needs one"
+_PAIRS = "an encoder-decoder whose encoder reads images: it is not packed with them"
+
+#: Heads (kind and model type) that cannot be built or run as they are audited, or on a CPU, with what is missing.
 MISSING: dict[tuple[str, str], str] = {
     ("causal", "gemma4_assistant"): _TARGET,
     ("causal", "gemma4_unified_assistant"): _TARGET,
     ("masked", "mra"): "its attention is a CUDA kernel, and returns zeros on a CPU",
     ("seq2seq", "voxtral_realtime"): "every forward needs audio (input_features)",
+    ("image", "blip"): _NO_TOKENS,
+    ("image", "blip-2"): "every call needs an image, and a row has sequences without one",
+    ("image", "chameleon"): "images are tokens of its vocabulary, by a map that its configuration does not have",
+    ("image", "deepseek_ocr2"): _BY_LAYER,
+    ("image", "diffusion_gemma"): "it denoises blocks of tokens, and has no loss or logits of a sequence alone",
+    ("image", "emu3"): "images are tokens of its vocabulary, by a map that its configuration does not have",
+    ("image", "evolla"): "it takes proteins, and no images",
+    ("image", "florence2"): _PAIRS,
+    ("image", "fuyu"): "its patches are put in place by an index that a processor makes for each",
+    ("image", "git"): "its images stand before the text, for no tokens of their own",
+    ("image", "granite4_vision"): "it gives its features layer by layer, not as one per token",
+    ("image", "idefics"): _NO_TOKENS,
+    ("image", "instructblip"): "every call needs an image, and a row has sequences without one",
+    ("image", "instructblipvideo"): "every call needs a clip, and a row has sequences without one",
+    ("image", "kosmos-2"): _NO_TOKENS,
+    ("image", "kosmos-2.5"): _NO_TOKENS,
+    ("image", "minicpm_ocr"): _SIDE_BY_SIDE,
+    ("image", "minicpmv4_6"): _SIDE_BY_SIDE,
+    ("image", "minicpmv4_7"): _SIDE_BY_SIDE,
+    ("image", "mistral4"): "it takes text alone",
+    ("image", "molmo2"): "its patches are pooled by an index that a processor makes for each image",
+    ("image", "muse_spark"): _BY_LAYER,
+    ("image", "nemotron_h_omni"): _BY_LAYER,
+    ("image", "pi0"): "every call needs the state of a robot",
+    ("image", "pix2struct"): _PAIRS,
+    ("image", "pp_formulanet"): _PAIRS,
+    ("image", "t5gemma2"): _PAIRS,
+    ("image", "udop"): _PAIRS,
+    ("image", "unlimited_ocr"): "its images are cut into views by its processor",
+    ("image", "vision-encoder-decoder"): _PAIRS,
 }
 
 

@@ -1,0 +1,136 @@
+"""The audit of models that take images: exact ones, and every fault that is planted, by its name."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+from maintenance.models_page import audit_entry
+from tests.proofs.test_auditing import committed_table
+from ullage import audit
+from ullage.attention.kernels import Scores, attend
+from ullage.attention.packed_call import PackedCall
+from ullage.core.errors import InputError
+from ullage.mixers import forwards
+from ullage.mixers.items import Items, alone_form
+from ullage.proofs.pictures import picture_samples, takes_clips
+from ullage.proofs.tiny import model_types, tiny_model
+
+pytestmark = pytest.mark.parity
+
+FAMILIES = [
+    *("gemma3", "internvl", "llava", "llava_onevision", "mistral3", "mllama"),
+    *("paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm"),
+]
+
+
+def test_a_model_is_audited_with_images_and_clips():
+    report = audit(tiny_model("qwen2_vl", "image"))
+    assert (report.verdict, report.images) == ("exact", "images and clips"), report
+    assert {"items", "places", "positions", "other images", "poison"} <= {check.name for check in report.checks}
+
+
+# Faults planted on purpose, with what the report says.
+def other_rows(monkeypatch, model_type, order):
+    """Images in another order: ``order`` gives that of the rows, from their number and the bounds of sequences."""
+    of_row = Items.of_row
+
+    def reordered(self):
+        values = of_row(self)
+        places = order(len(values["pixel_values"]), self.bounds["pixel_values"].tolist())
+        return values | {"pixel_values": values["pixel_values"][places]}
+
+    monkeypatch.setattr(Items, "of_row", reordered)
+    return tiny_model(model_type, "image")
+
+
+def images_of_other_sequences(monkeypatch):
+    return other_rows(monkeypatch, "llava", lambda number, bounds: torch.arange(number).roll(1))
+
+
+def images_in_another_order(monkeypatch):
+    def turned(number, bounds):
+        parts = [torch.arange(*pair).flip(0) for pair in pairwise(bounds)]
+        return torch.cat(parts)
+
+    return other_rows(monkeypatch, "llava", turned)
+
+
+def positions_along_one_axis(monkeypatch):
+    monkeypatch.setattr(forwards, "positions_by_axis", lambda part, items, layout, keywords, usual: usual)
+    return tiny_model("qwen2_vl", "image")
+
+
+def positions_that_count_on(monkeypatch):
+    """Rotary positions hide it: the distances within a sequence stay."""
+    counted = forwards.positions_by_axis
+
+    def on(part, items, layout, keywords, usual):
+        return counted(part, items, layout, keywords, usual) + torch.arange(usual.shape[1]).sub(usual)
+
+    monkeypatch.setattr(forwards, "positions_by_axis", on)
+    return tiny_model("qwen2_vl", "image")
+
+
+def a_tower_that_mixes(monkeypatch):
+    lengths = modeling_qwen2_vl.get_vision_attention_seqlens
+
+    def of_one(*arguments, **keywords):
+        bounds, longest = lengths(*arguments, **keywords)
+        return bounds[[0, -1]], longest
+
+    monkeypatch.setattr(modeling_qwen2_vl, "get_vision_attention_seqlens", of_one)
+    return tiny_model("qwen2_vl", "image")
+
+
+def a_mask_over_all_sequences(monkeypatch):
+    def attend_the_row(self, query, key, value):
+        mask = self.mask.of_sequence(0, len(query))
+        heads = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return attend(*heads, Scores(causal=False, scale=self.scale), mask=mask, dropout=0.0)[0].transpose(0, 1)
+
+    monkeypatch.setattr(PackedCall, "_attend_by_mask", attend_the_row)
+    return tiny_model("gemma3", "image")
+
+
+@pytest.mark.parametrize(("plant", "verdict", "told"), [
+    (images_of_other_sequences, "leak", "features of an image stand in another sequence"),
+    (images_in_another_order, "differs", "features of an image stand in another place of its sequence"),
+    (positions_along_one_axis, "differs", "positions are not those of each sequence alone"),
+    (positions_that_count_on, "differs", "positions are not those of each sequence alone"),
+    (a_tower_that_mixes, "leak", "the tower mixes the images of several sequences"),
+    (a_mask_over_all_sequences, "leak", "tokens see tokens or images of another sequence"),
+], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
+def test_a_planted_fault_is_found_and_named(plant, verdict, told, monkeypatch):
+    report = audit(plant(monkeypatch))
+    assert (report.verdict, told in report.reason) == (verdict, True), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_samples_run_alone_and_depend_on_each_image(model_type):
+    model = tiny_model(model_type, "image")
+    videos = (0, 0, 1) if takes_clips(model) else None
+    for sample in picture_samples(model, images=(0, 1, 3), videos=videos):
+        logits = model(**alone_form(model, sample)).logits
+        assert logits.isfinite().all()
+        for name in {"pixel_values", "pixel_values_videos"} & {*sample}:
+            for row in range(len(sample[name])):
+                pixels = sample[name].clone()
+                pixels[row] += (pixels[row] != 0) * 1.0
+                assert not torch.equal(model(**alone_form(model, sample | {name: pixels})).logits, logits)
+
+
+def test_a_model_of_text_takes_no_images():
+    with pytest.raises(InputError, match=r"the model takes no images \(LlamaForCausalLM\)"):
+        picture_samples(tiny_model("llama", "causal"))
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.since("transformers", "5.23", "has types that the table, made with 5.23, has not")
+@pytest.mark.parametrize("model_type", model_types("image"))
+def test_a_type_is_what_the_committed_table_says(model_type):
+    report = audit_entry("image", model_type)
+    assert f"\n| {model_type} | {report.verdict} |" in committed_table()["image"], str(report)
