@@ -12,7 +12,8 @@ the same numbers and makes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64
 
-Cost = Callable[[Int64], Any]
+Cost = Callable[..., Any]
 
 
 #: Sums of costs stay below this, so that no int64 comparison overflows.
@@ -173,13 +174,22 @@ def _forward_terms(config: Any) -> tuple[int, int]:
     return linear, 4 * layers * heads * head
 
 
-def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
+def integer_costs(
+    cost: Cost | Sequence[float], lengths: Int64, amounts: Mapping[str, Int64] | None = None
+) -> tuple[Int64, int, int]:
     """The int64 cost of each sequence, and per-microbatch and communication costs in the same unit.
+
+    ``cost``: numbers, or a callable on ``lengths`` and, if it has such a parameter, on ``amounts``.
 
     Raises ``InputError`` for a cost that is negative, not a number, or not one number per sequence.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        raw = np.asarray(cost(lengths))
+        if not callable(cost):
+            raw = np.asarray(cost)
+        elif _takes_amounts(cost):
+            raw = np.asarray(cost(lengths, amounts=amounts or {}))
+        else:
+            raw = np.asarray(cost(lengths))
     if raw.shape != lengths.shape:
         raise InputError(
             "the cost model must return one number a sequence",
@@ -202,6 +212,13 @@ def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
     extra = [float(getattr(cost, name, 0)) for name in ("per_microbatch", "communication")]
     scale = _scale(real)
     return np.rint(real * scale).astype(np.int64), round(extra[0] * scale), round(extra[1] * scale)
+
+
+def _takes_amounts(cost: Callable[..., Any]) -> bool:
+    try:
+        return "amounts" in inspect.signature(cost).parameters
+    except (TypeError, ValueError):  # functions of numpy and of C say nothing of their parameters
+        return False
 
 
 def _scale(costs: npt.NDArray[np.float64]) -> float:
