@@ -14,7 +14,7 @@ import numpy as np
 from ullage.core.errors import InputError, UllageError, listed, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning import request
-from ullage.planning.cost import Cost, TransformerCost, integer_costs
+from ullage.planning.cost import SQUARED, Cost, TransformerCost, integer_costs
 from ullage.planning.placement import NO_LIMIT, TOKENS, free_degrees, slot_multiple, slots_of
 from ullage.planning.plans import Plan
 from ullage.planning.solver.compiled import run
@@ -184,7 +184,7 @@ def plan(
         strategy=name,
         capacities=limits,
         # The squares are for the cost alone.
-        amounts={each: values for each, values in taken.items() if not each.endswith(request.SQUARED)},
+        amounts={each: values for each, values in taken.items() if not each.endswith(SQUARED)},
     )
     if name not in ("balanced", "next_fit"):  # others' answers are not taken on trust
         problems = made.problems()

@@ -9,6 +9,7 @@ import numpy as np
 
 from ullage.core.errors import MOST_TOKENS, InputError, listed, require_int
 from ullage.core.layout import Int64, as_lengths
+from ullage.planning.cost import SQUARED
 from ullage.planning.placement import TOKENS, free_degrees
 
 #: The largest capacity and amount of a resource besides tokens: its square stays within 64 bits.
@@ -41,10 +42,6 @@ def degrees(context_parallel: Any, min_context_parallel: Any, ranks: int) -> tup
             hint='min_context_parallel is for context_parallel="auto"',
         )
     return (degree,)
-
-
-#: The end of the name of what belongs to an amount of several items: the sum of their squares.
-SQUARED = "_squared"
 
 
 def read_capacities(capacity: Any, capacities: Any) -> dict[str, int]:
