@@ -29,8 +29,8 @@ from ullage.core.layout import Int64
 
 Cost = Callable[..., Any]
 
-#: The amount that towers take, and the end of the name of the sum of the squares of several items' amounts.
-PATCHES, SQUARED = "patches", "_squared"
+#: What images take, and the end of the name of the sum of the squares of several items' amounts.
+PATCHES, IMAGES, SQUARED = "patches", "images", "_squared"
 
 
 #: Sums of costs stay below this, so that no int64 comparison overflows.
