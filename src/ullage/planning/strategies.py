@@ -13,7 +13,7 @@ or options that are not its business.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -121,6 +121,13 @@ def next_fit(task: Task) -> Assignment:
 
 def balanced(task: Task) -> Assignment:
     """Equal work in every microbatch, or over the step with ``sync="step"``, in the fewest microbatches."""
+    # Where the plan by slots alone keeps within the other capacities, it is the plan.
+    if len(task.limits):
+        by_slots = replace(task, amounts=np.zeros((0, task.num_items), np.int64), limits=task.limits[:0])
+        if by_slots.least_microbatches() == task.least_microbatches():
+            found = balanced(by_slots)
+            if _holds(task, found):
+                return found
     # Improvement grows with the items up to a point: above ``_MANY`` a fixed budget keeps planning quick.
     least = task.least_microbatches()
     budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
@@ -136,6 +143,16 @@ def balanced(task: Task) -> Assignment:
         degree = int(task.shared_degrees[levels[k]])
         degrees[k : k + degree] = degree
     return Assignment(places, microbatches, degrees.reshape(microbatches, task.ranks))
+
+
+def _holds(task: Task, found: Assignment) -> bool:
+    """Whether every bin keeps within the capacities besides slots."""
+    for each, limit in zip(task.amounts, task.limits.tolist(), strict=True):
+        held = np.zeros(found.num_microbatches * task.ranks, np.int64)
+        np.add.at(held, found.bins, each)
+        if held.max(initial=0) > limit:
+            return False
+    return True
 
 
 def _room(task: Task) -> Room:

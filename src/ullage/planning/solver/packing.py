@@ -378,6 +378,8 @@ def _fill_with_closest(needs: Table, capacities: Int64, weights: Int64, bins: In
 def _pack_vectors(items: Items, room: Room, target: int, bins: Int64) -> int:
     """:func:`pack_items` where a bin has more than one capacity."""
     n, resources = len(items.slots), 2 + len(room.limits)
+    if n == 0:
+        return 0
     needs, capacities = np.empty((resources, n), np.int64), np.empty(resources, np.int64)
     needs[0] = items.slots
     needs[1] = items.counts
@@ -402,7 +404,7 @@ def _pack_vectors(items: Items, room: Room, target: int, bins: Int64) -> int:
         for r in range(resources):
             weight = 256.0
             for _ in range(power):
-                weight *= filled[r] / most
+                weight *= filled[r] / max(most, 1e-9)
             weights[r] = max(1, np.int64(weight))
         if room.max_sequences >= items.counts.sum():
             weights[1] = 0  # any number of sequences fits
