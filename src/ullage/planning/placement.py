@@ -106,7 +106,7 @@ class Placement:
     amounts: Mapping[str, Int64] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "capacities", {**self.capacities, TOKENS: self.capacity})
+        object.__setattr__(self, "capacities", {TOKENS: self.capacity, **self.limits})
         object.__setattr__(self, "amounts", {name: _read_only(each) for name, each in self.amounts.items()})
         for name in ARRAYS:
             object.__setattr__(self, name, _read_only(getattr(self, name)))

@@ -239,7 +239,8 @@ def _facts(begins: Sequence[Event], state: Row | None) -> Row:
         return {} if not isinstance(batch, int) else {"batch": batch}
     last = begins[-1]
     told = last.get("run")
-    named = {name: last[name] for name in ("model", "capacity", "capacities", "processes") if last.get(name) is not None}
+    names = ("model", "capacity", "capacities", "processes")
+    named = {name: last[name] for name in names if last.get(name) is not None}
     return {**named, **(told if isinstance(told, dict) else {}), "began": begins[0]["time"]}
 
 
