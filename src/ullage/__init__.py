@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ullage.mixers import PackedModel as PackedModel, pack_model as pack_model
     from ullage.core.movement import to_device as to_device
     from ullage.planning import (
+        MultimodalCost as MultimodalCost,
         Plan as Plan,
         RecurrentCost as RecurrentCost,
         TransformerCost as TransformerCost,
@@ -56,7 +57,7 @@ else:
             "core.layout": ["Layout", "Pieces"],
             "mixers": ["PackedModel", "pack_model"],
             "core.movement": ["to_device"],
-            "planning": ["Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
+            "planning": ["MultimodalCost", "Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
             "proofs": ["Audit", "audit"],
         },
         modules=[

@@ -1,5 +1,6 @@
 """``ullage plan`` as a person runs it: sources, options, figures, files, and what it says of mistakes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -278,3 +279,33 @@ def test_ctrl_c_while_the_interpreter_ends_changes_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_capacities_by_name_limit_columns_of_the_file(run, tmp_path):
+    rows = [{"length": 30 + i, "patches": [[4 * i, 16], [], [64]][i % 3]} for i in range(40)]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = figures(run, file, "-r", 2, "-c", 400, "-c", "patches=300")
+    plan = ullage.plan(
+        [row["length"] for row in rows],
+        ranks=2,
+        capacities={"tokens": 400, "patches": 300},
+        amounts={"patches": [row["patches"] for row in rows]},
+    )
+    assert found["capacities"] == {"tokens": 400, "patches": 300}
+    assert found["plan"]["resources"] == [dataclasses.asdict(use) for use in plan.statistics().resources]
+    assert found["plan"]["resources"][0]["largest"] <= 300
+    # Without a capacity it is counted and shown all the same.
+    status, out, _ = run("plan", file, "-r", 2, "-c", 400, "--amount", "patches")
+    assert (status, "most patches in a microbatch" in out, "capacity of patches" in out) == (0, True, False)
+    status, out, _ = run("plan", file, "-r", 2, "-c", "400,800,patches=300", "--html", tmp_path / "a.html")
+    assert status == 2
+    assert run("plan", file, "-c", "400,patches=300", "--html", tmp_path / "a.html")[0] == 0
+    assert "400 slots and 300 patches a rank" in (tmp_path / "a.html").read_text()
+    for wrong, words in (
+        ("pixels=3", "a column is missing"),
+        ("patches=x", "not a capacity"),
+        ("patches=8", "at most"),
+    ):
+        status, _, err = run("plan", file, "-c", 400, "-c", wrong)
+        assert (status, words in err) == (2 if words == "not a capacity" else 1, True)

@@ -1,4 +1,4 @@
-"""``TransformerCost.from_config`` against what torch counts while the model runs; attention as matrix products."""
+"""``TransformerCost.from_config`` and ``MultimodalCost.from_config`` against what torch counts while the model runs; attention as matrix products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from ullage import InputError, TransformerCost
+from ullage import InputError, MultimodalCost, RaggedBatch, TransformerCost
+from ullage.proofs.pictures import own_form, picture_samples
+from ullage.proofs.tiny import tiny_model
+from ullage.training.batches.amounts import amounts_of
 
 pytestmark = pytest.mark.parity
 
@@ -65,3 +68,27 @@ def test_a_config_without_a_formula_is_refused() -> None:
         TransformerCost.from_config({})
     with pytest.raises(InputError, match=r"mixture of experts.*deepseek_v3"):
         TransformerCost.from_config(transformers.DeepseekV3Config())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("model_type", "apart"),
+    [
+        *((name, 0.0) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm")),
+        *((name, 0.0) for name in ("paligemma", "mistral3")),
+        # Beside the patches a class token, and a head over them, which real images of hundreds of patches make small;
+        # linear attention, which has no formula.
+        *((name, 0.04) for name in ("llava", "internvl", "qwen3_5")),
+        ("gemma3", 0.08),
+    ],
+)
+def test_forward_flops_of_tower_and_text(model_type: str, apart: float) -> None:
+    model = tiny_model(model_type, "image")
+    model.set_attn_implementation("eager")
+    # Images of many patches, larger than a window; Pixtral's attention is computed over all images of a call at once.
+    (sample,) = picture_samples(model, images=(1 if model_type == "mistral3" else 2,), sizes=((16, 12), (8, 20)))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**own_form(model, sample), use_cache=False)
+    batch = RaggedBatch.from_samples([sample])
+    found = MultimodalCost.from_config(model.config)(batch.layout.lengths, amounts_of(batch, model.config))
+    assert found[0] == pytest.approx(counter.get_total_flops(), rel=apart or 1e-12)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -58,12 +58,21 @@ def plan(
     lengths: _Lengths,
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, metavar="N", help="Ranks that hold data.")] = 8,
     capacity: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--capacity",
             "-c",
-            metavar="N[,N...]",
-            help="Tokens a rank holds in a microbatch. Several, such as 4096,8192,16384, are compared, a row for each.",
+            metavar="N[,N...]|NAME=N",
+            help="Tokens a rank holds in a microbatch. Several, such as 4096,8192,16384, are compared, a row for each. "
+            "NAME=N, such as patches=16384, also limits what the file's column of that name holds.",
+        ),
+    ] = None,
+    amount: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A column of the file with what each sequence takes besides tokens, a number or a list of sizes, such "
+            "as patches: counted by the --model's tower, and shown.",
         ),
     ] = None,
     global_batch_size: Annotated[
@@ -128,7 +137,8 @@ def plan(
     from ullage.report.figures import cut, planned
 
     name, measured, suggested = _measured(lengths, n, seed, column, tokenizer)
-    capacities = _capacities(capacity) or ([suggested] if suggested else [])
+    tokens, limits = _capacities(capacity or [])
+    capacities = tokens or ([suggested] if suggested else [])
     if not capacities:
         raise UsageError(
             "the capacity is missing", hint=f"pass --capacity; the longest is {int(measured.lengths.max())}"
@@ -139,12 +149,19 @@ def plan(
     _require_possible(outputs, lengths, strategy)
     settings: dict[str, Any] = {"ranks": ranks, "sync": sync, "pad_to_multiple_of": pad_to_multiple_of}
     settings |= {"context_parallel": _degree(context_parallel), "min_context_parallel": min_context_parallel}
-    settings |= {"cost": _cost(linear, quadratic, model)}
+    settings |= {"cost": _cost(linear, quadratic, model), "capacities": limits}
     settings |= {"microbatch_multiple": microbatch_multiple, "max_sequences": max_sequences, "oversize": oversize}
-    batches = list(cut(measured.lengths, global_batch_size, steps))
+    amounts = _amounts(lengths, measured, [*limits, *(amount or [])])
+    batches = [
+        _Sequences(each, dict(zip(amounts, others, strict=True)))
+        for each, *others in zip(
+            *(cut(values, global_batch_size, steps) for values in (measured.lengths, *amounts.values())), strict=True
+        )
+    ]
     shown = _Shown(name, measured, as_json)
     if len(capacities) == len(batches) == 1:
-        step = planned(batches[0], strategy, settings | {"capacity": capacities[0]})
+        settings |= {"capacity": capacities[0], "amounts": batches[0].amounts}
+        step = planned(batches[0].lengths, strategy, settings)
         written = _write(step, outputs, name, lengths)
         shown.step(step)
         for line in written:
@@ -159,13 +176,49 @@ def plan(
     shown.sweep(_sweep(batches, capacities, strategy, settings), settings)
 
 
-def _capacities(text: str | None) -> list[int]:
-    """Capacities from numbers with commas between them, without repetitions."""
-    words = [word.strip().replace("_", "") for word in text.split(",")] if text else []
-    for word in words:
-        if not word.isdecimal() or not int(word):
-            raise UsageError("not a capacity", where="--capacity", expected="an integer >= 1", found=repr(word))
-    return list(dict.fromkeys(map(int, words)))
+class _Sequences(NamedTuple):
+    """The sequences of a step: their lengths, and what they take besides tokens."""
+
+    lengths: Int64
+    amounts: dict[str, Any]
+
+
+def _capacities(texts: Sequence[str]) -> tuple[list[int], dict[str, int]]:
+    """Capacities of tokens from numbers with commas between them, without repetitions, and those of other resources by
+    name."""
+    tokens: list[int] = []
+    limits: dict[str, int] = {}
+    for word in (word for text in texts for word in text.split(",")):
+        name, _, number = word.rpartition("=")
+        name, number = name.strip(), number.strip().replace("_", "")
+        if not number.isdecimal() or not int(number):
+            raise UsageError("not a capacity", where="--capacity", expected="an integer >= 1", found=repr(word.strip()))
+        if not name or name == "tokens":
+            tokens.append(int(number))
+        elif limits.setdefault(name, int(number)) != int(number):
+            raise UsageError(f"two capacities of {name}", expected="one", found=f"{limits[name]} and {number}")
+    return list(dict.fromkeys(tokens)), limits
+
+
+def _amounts(source: str, measured: Measured, names: Sequence[str]) -> dict[str, Any]:
+    """What each sequence takes besides tokens, from the columns of these names."""
+    from ullage.datasets.files import read_amounts
+
+    if names and not Path(source).exists():
+        raise UsageError(
+            f"only a file has columns of {names[0]}", expected="a file with that column", found=f"{source!r}"
+        )
+    found = {}
+    for name in dict.fromkeys(names):
+        values = read_amounts(source, name)
+        if measured.num_empty:
+            raise InputError(
+                f"{measured.num_empty} rows have no tokens, and {name} for each row",
+                where=source,
+                hint="leave them out",
+            )
+        found[name] = values[: len(measured.lengths)]
+    return found
 
 
 def _require_possible(outputs: dict[str, Path], source: str, strategy: str) -> None:
@@ -180,7 +233,7 @@ def _require_possible(outputs: dict[str, Path], source: str, strategy: str) -> N
 
 
 def _sweep(
-    batches: Sequence[Int64], capacities: Sequence[int], strategy: str, settings: dict[str, Any]
+    batches: Sequence[_Sequences], capacities: Sequence[int], strategy: str, settings: dict[str, Any]
 ) -> Iterator[tuple[int, StepTotals | UllageError]]:
     """All steps at each capacity, or why a capacity cannot hold them. Raises where none can."""
     from tqdm import tqdm
@@ -191,7 +244,12 @@ def _sweep(
     for capacity in capacities:
         try:
             bar = tqdm(batches, desc=f"capacity {capacity:,}", unit="step", disable=None, leave=False)
-            found = summed([planned(batch, strategy, settings | {"capacity": capacity}) for batch in bar])
+            found = summed(
+                [
+                    planned(batch.lengths, strategy, settings | {"capacity": capacity, "amounts": batch.amounts})
+                    for batch in bar
+                ]
+            )
         except UllageError as error:
             failed.append(error)
             if len(failed) == len(capacities):
@@ -261,7 +319,7 @@ def _degree(context_parallel: str) -> int | str:
 
 def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> Any:
     from ullage.datasets.files import read_text
-    from ullage.planning import TransformerCost
+    from ullage.planning import MultimodalCost, TransformerCost
 
     given = {name: value for name, value in (("linear", linear), ("quadratic", quadratic)) if value is not None}
     if model is None:
@@ -277,7 +335,8 @@ def _cost(linear: float | None, quadratic: float | None, model: Path | None) -> 
         raise InputError("a model's config is not JSON", where=str(path), found=str(error)) from error
     if not isinstance(config, dict):
         raise InputError("a model's config must be a JSON object", where=str(path), found=type(config).__name__)
-    return TransformerCost.from_config(config)
+    kind = MultimodalCost if isinstance(config.get("vision_config"), dict) else TransformerCost
+    return kind.from_config(config)
 
 
 def _write(step: PlannedStep, outputs: dict[str, Path], name: str, source: str) -> list[str]:
@@ -314,7 +373,8 @@ class _Shown:
         from ullage.report.figures import figures, lost_sequences, reference_name
 
         plan, reference, padded = step.plan, step.reference, step.padded
-        console = self._begun(plan.ranks, f"{plan.capacity:,}", plan.sync)
+        others = "".join(f" and {limit:,} {name}" for name, limit in plan.limits.items())
+        console = self._begun(plan.ranks, f"{plan.capacity:,}", plan.sync, others)
         if lost := lost_sequences(plan.statistics()):
             console.print(lost, markup=False, soft_wrap=True)
         columns = [plan.strategy, *([] if reference is None else [reference_name(reference)])]
@@ -369,7 +429,7 @@ class _Shown:
         facts |= {"num_empty": self.measured.num_empty}
         return {"source": facts | length_figures(self.measured.lengths)}
 
-    def _begun(self, ranks: int, slots: str, sync: str) -> Console:
+    def _begun(self, ranks: int, slots: str, sync: str, others: str = "") -> Console:
         """The console, with the lines about the lengths and the ranks printed."""
         from rich.console import Console
 
@@ -385,7 +445,7 @@ class _Shown:
         empty = f"; {quantity(measured.num_empty, 'empty row')} left out" if measured.num_empty else ""
         console.print(f"{origin}: {held}, {between}{empty}", markup=False, soft_wrap=True)
         together = f"; they meet {meets}" if ranks > 1 else ""
-        console.print(f"{quantity(ranks, 'rank')} of {slots} slots a microbatch{together}", soft_wrap=True)
+        console.print(f"{quantity(ranks, 'rank')} of {slots} slots{others} a microbatch{together}", soft_wrap=True)
         return console
 
 
@@ -460,6 +520,7 @@ def _record(step: PlannedStep) -> dict[str, Any]:
     return {
         "ranks": plan.ranks,
         "capacity": plan.capacity,
+        "capacities": plan.capacities,
         "pad_to_multiple_of": plan.pad_to_multiple_of,
         "sync": plan.sync,
         "plan": numbers(plan),

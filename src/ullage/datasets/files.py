@@ -98,6 +98,31 @@ def read_lengths(
     return Measured(lengths, parts[0].column, parts[0].unit, sum(part.num_empty for part in parts))
 
 
+def read_amounts(path: str | os.PathLike[str], column: str) -> list[Any]:
+    """A number, or a list of the sizes of its items, of each row of a file of :func:`read_lengths`' with columns.
+
+    Rows without a value have none. Raises ``InputError`` for a file without that column, and for other values.
+    """
+    found: list[Any] = []
+    for file in files_of(path):
+        where = f"{file}, column {column}"
+        with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+            table = read_file(file, cache=folder).data
+            choose_column(table.column_names, column, str(file))
+            values = table.column(column).to_pylist()
+        for row, value in enumerate(values):
+            value = [] if value is None else value
+            if not all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value])):
+                raise InputError(
+                    "an amount must be an integer, or a list of them",
+                    where=f"{where}, row {row}",
+                    expected=">= 0",
+                    found=repr(value)[:60],
+                )
+        found += values
+    return [[] if value is None else value for value in found]
+
+
 def read_stream(data: bytes, column: str | None = None, tokenizer: str | None = None) -> Measured:
     """The lengths in the bytes of a file, of any of the formats of :func:`read_lengths`, told by how they begin."""
     head = data.lstrip(b"\xef\xbb\xbf \t\r\n")

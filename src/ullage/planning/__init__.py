@@ -5,17 +5,19 @@ Pure: no process group, no device, no torch. ``plan`` spreads a global batch ove
 ``solver``. numba is imported when a problem is large enough for compiled code.
 """
 
-from ullage.planning.cost import RecurrentCost, TransformerCost
+from ullage.planning.cost import MultimodalCost, RecurrentCost, TransformerCost
 from ullage.planning.lists import PackedBins, pack_lengths
 from ullage.planning.planner import plan
-from ullage.planning.plans import Plan, Statistics
+from ullage.planning.plans import Plan, ResourceUse, Statistics
 from ullage.planning.strategies import Assignment, Strategy, Task, register_strategy, strategy_names
 
 __all__ = [
     "Assignment",
+    "MultimodalCost",
     "PackedBins",
     "Plan",
     "RecurrentCost",
+    "ResourceUse",
     "Statistics",
     "Strategy",
     "Task",

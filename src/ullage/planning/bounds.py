@@ -68,7 +68,16 @@ def microbatch_bound(plan: Placement) -> int:
     else:
         bins = bin_bound(slots, plan.capacity)
     bins = max(bins, -(-len(placed) // plan.max_sequences))
-    return microbatches_for(bins, plan.ranks, plan.microbatch_multiple)
+    least = microbatches_for(bins, plan.ranks, plan.microbatch_multiple)
+    return max([least, *(resource_bound(plan, name) for name in plan.limits)])
+
+
+def resource_bound(plan: Placement, name: str) -> int:
+    """The least number of microbatches whose capacity of this resource, one besides tokens, holds what is placed."""
+    # Ranks that share a bin hold its items together, and have one capacity for them.
+    blocks = plan.ranks // int(plan.degrees.min(initial=plan.ranks))
+    bins = bin_bound(plan.amounts[name][plan.order], plan.capacities[name])
+    return microbatches_for(bins, max(1, blocks), plan.microbatch_multiple)
 
 
 def path_bound(plan: Placement) -> PathBound:

@@ -5,6 +5,8 @@ attention sees pairs of tokens. Both sums are additive over sequences, so a batc
 Σlength² alone, whatever way it is packed. The linear term counts in the same unit as the quadratic one, so the
 default ``24576·L + L²`` is a 7B transformer of hidden size 4096 up to a factor.
 
+Images cost alike in the tower: ``linear`` per patch and ``quadratic`` per pair of patches of one image.
+
 A cost model is any callable on an int64 array of lengths that returns one number per sequence. Costs are scaled by a
 power of two where they would not fit, and rounded to int64 before anything is compared, so that every machine sees
 the same numbers and makes the same plan.
@@ -12,7 +14,10 @@ the same numbers and makes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +27,10 @@ import numpy.typing as npt
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64
 
-Cost = Callable[[Int64], Any]
+Cost = Callable[..., Any]
+
+#: What images take, and the end of the name of the sum of the squares of several items' amounts.
+PATCHES, IMAGES, SQUARED = "patches", "images", "_squared"
 
 
 #: Sums of costs stay below this, so that no int64 comparison overflows.
@@ -115,6 +123,69 @@ class RecurrentCost:
         return self.step * int(lengths.max(initial=0)) + self.row * int(lengths.sum())
 
 
+@dataclass(frozen=True)
+class MultimodalCost:
+    """Cost of a sequence with images: that of its tokens, and that of its patches in the vision tower.
+
+    A plan passes it ``amounts``: the patches of each sequence, and under ``patches_squared`` the sum of the squares of
+    its images' patches, because a patch sees those of its own image. Without the squares the patches of a sequence
+    count as one image's; without patches the sequence has none.
+
+    >>> cost = MultimodalCost(TransformerCost(linear=2, quadratic=0), TransformerCost(linear=1, quadratic=1))
+    >>> import ullage
+    >>> ullage.plan([5, 5], ranks=1, capacity=10, amounts={"patches": [[2, 2], []]}, cost=cost).costs.tolist()
+    [22, 10]
+
+    Attributes:
+        text: cost of the tokens.
+        tower: cost of the patches, ``linear`` per patch and ``quadratic`` per pair of patches of one image.
+        patches: the name of the patches among the amounts.
+    """
+
+    text: TransformerCost
+    tower: TransformerCost
+    patches: str = PATCHES
+
+    @property
+    def per_microbatch(self) -> float:
+        """Cost of every microbatch besides its sequences, of tokens and patches."""
+        return self.text.per_microbatch + self.tower.per_microbatch
+
+    @property
+    def communication(self) -> float:
+        """Cost per token of sending it around context-parallel ranks."""
+        return self.text.communication
+
+    def __call__(self, lengths: Int64, amounts: Mapping[str, Int64]) -> npt.NDArray[np.float64]:
+        patches = np.asarray(amounts.get(self.patches, np.zeros(len(lengths))), np.float64)
+        squares = amounts.get(self.patches + SQUARED)
+        squares = patches * patches if squares is None else np.asarray(squares, np.float64)
+        return self.text(lengths) + self.tower.linear * patches + self.tower.quadratic * squares
+
+    def training_flops(
+        self, num_tokens: int, sum_squared_lengths: int, num_patches: int, sum_squared_patches: int
+    ) -> float:
+        """Model FLOPs of forward and backward, where the terms are FLOPs: of the text with the causal half of its
+        attention, of the tower with all of it."""
+        tower = self.tower.flops(num_patches, sum_squared_patches)
+        return self.text.training_flops(num_tokens, sum_squared_lengths) + 3 * tower
+
+    @classmethod
+    def from_config(cls, config: Any, *, per_microbatch: float = 0, communication: float = 0) -> MultimodalCost:
+        """The FLOPs of one forward pass of a Hugging Face model with a tower for images.
+
+        ``config``: a ``transformers`` config with ``text_config`` and ``vision_config``, or a mapping with them. Towers
+        are read as Qwen-VL's (with windows and without), CLIP's, SigLIP's, Pixtral's and InternVL's are; what joins
+        tower and text counts as the model type has it, or as one matrix. Raises ``InputError`` for a config without a
+        tower, and as :meth:`TransformerCost.from_config` does.
+        """
+        text, vision = _field(config, "text_config"), _field(config, "vision_config")
+        return cls(
+            TransformerCost.from_config(text, per_microbatch=per_microbatch, communication=communication),
+            TransformerCost(*_tower_terms(config, vision, _field(text, "hidden_size", "n_embd", "d_model"))),
+        )
+
+
 def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(model, name)
@@ -125,21 +196,24 @@ def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
 #: Models whose MLP multiplies a gate in, three matrices and not two, though their activation is not SiLU.
 _GATED = frozenset(["gemma", "gemma2", "gemma3_text", "t5gemma", "glm", "olmo_hybrid"])
 #: Models of experts alike: each token goes through the same number of them.
-_EXPERTS = frozenset(["mixtral", "qwen3_moe", "olmoe"])
+_EXPERTS = frozenset(["mixtral", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"])
+
+
+def _field(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of ``names`` that a config has. Raises ``InputError`` where it has none and there is no default."""
+    for name in names:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if value is not None:
+            return value
+    if default is None:
+        raise InputError("a model config lacks a field", expected=" or ".join(names))
+    return default
 
 
 def _forward_terms(config: Any) -> tuple[int, int]:
     """FLOPs per token and FLOPs per pair of tokens, of one forward pass."""
 
-    def field(*names: str, default: Any = None) -> Any:
-        for name in names:
-            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-            if value is not None:
-                return value
-        if default is None:
-            raise InputError("a model config lacks a field", expected=" or ".join(names))
-        return default
-
+    field = functools.partial(_field, config)
     # Each size under the names that it has in the configs of Llama's, GPT-2's and T5's kind.
     kind = field("model_type", default="")
     hidden, layers = field("hidden_size", "n_embd", "d_model"), field("num_hidden_layers", "n_layer", "num_layers")
@@ -173,13 +247,79 @@ def _forward_terms(config: Any) -> tuple[int, int]:
     return linear, 4 * layers * heads * head
 
 
-def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
+#: Towers whose MLP multiplies a gate in, three matrices and not two.
+_GATED_TOWERS = ("qwen2_5_vl", "qwen2_5_omni", "pixtral")
+
+
+def _tower_terms(config: Any, vision: Any, width_of_text: int) -> tuple[float, float]:
+    """FLOPs per patch and per pair of patches of an image, of one forward pass of a tower and what joins it to text."""
+    field = functools.partial(_field, vision)
+    kind = field("model_type", default="")
+    layers = field("depth", "num_hidden_layers") + field("num_global_layers", default=0)
+    # Qwen2-VL calls its width ``embed_dim``, and what it hands to the text ``hidden_size``.
+    width = field("embed_dim", "hidden_size")
+    inner = field("intermediate_size", default=width * field("mlp_ratio", default=4))
+    matrices = 3 if kind.startswith(_GATED_TOWERS) else 2
+    size = _pair(field("patch_size"))
+    pixels = field("in_channels", "num_channels", "in_chans", default=3) * size[0] * size[1]
+    embedding = pixels * field("temporal_patch_size", default=1) * width
+    linear = 2 * (layers * (4 * width * width + matrices * width * inner) + embedding)
+    # Layers with windows: a patch sees those of its window only, of its whole image in the others.
+    window = field("window_size", default=0)
+    whole = len(field("fullatt_block_indexes", default=range(layers))) if window else layers
+    in_window = (window // size[0]) * (window // size[1])
+    linear += 4 * width * (layers - whole) * in_window
+    return linear + 2 * _joining(config, vision, width, width_of_text), 4 * width * whole
+
+
+def _joining(config: Any, vision: Any, width: int, width_of_text: int) -> float:
+    """Weights per patch of what brings the tower's patches to the text."""
+    kind, field = _field(config, "model_type", default=""), functools.partial(_field, vision)
+    merge = field("spatial_merge_size", default=0)
+    if merge:  # Qwen-VL: several patches become one token, by two matrices; in Qwen3-VL after some layers besides
+        wide, out = width * merge**2, field("out_hidden_size", default=width_of_text)
+        mergers = 1 + len(field("deepstack_visual_indexes", default=()))
+        return mergers * wide * (wide + out) / merge**2
+    if kind in ("internvl", "internvl_flash"):  # four patches side by side, then two matrices
+        squared = round(1 / _field(config, "downsample_ratio", default=0.5)) ** 2
+        return (squared * width * width_of_text + width_of_text**2) / squared
+    if kind in ("idefics3", "smolvlm"):  # so many patches side by side, then one matrix
+        return width * width_of_text
+    if kind == "gemma3":  # patches are averaged, and each mean goes through one matrix
+        whole = math.prod(
+            sides // patch for sides, patch in zip(_pair(field("image_size")), _pair(field("patch_size")))
+        )
+        return width * width_of_text * _field(config, "mm_tokens_per_image") / whole
+    joined = width * width_of_text + width_of_text**2
+    if kind == "mistral3":  # several patches become one token, by one matrix, and then as in LLaVA
+        squared = _field(config, "spatial_merge_size", default=2) ** 2
+        return width * width + joined / squared
+    if kind.startswith(("llava", "vipllava")):
+        return joined
+    return width * width_of_text
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """A size that is one number for both sides, or two."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def integer_costs(
+    cost: Cost | Sequence[float], lengths: Int64, amounts: Mapping[str, Int64] | None = None
+) -> tuple[Int64, int, int]:
     """The int64 cost of each sequence, and per-microbatch and communication costs in the same unit.
+
+    ``cost``: numbers, or a callable on ``lengths`` and, if it has such a parameter, on ``amounts``.
 
     Raises ``InputError`` for a cost that is negative, not a number, or not one number per sequence.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        raw = np.asarray(cost(lengths))
+        if not callable(cost):
+            raw = np.asarray(cost)
+        elif _takes_amounts(cost):
+            raw = np.asarray(cost(lengths, amounts=amounts or {}))
+        else:
+            raw = np.asarray(cost(lengths))
     if raw.shape != lengths.shape:
         raise InputError(
             "the cost model must return one number a sequence",
@@ -202,6 +342,13 @@ def integer_costs(cost: Cost, lengths: Int64) -> tuple[Int64, int, int]:
     extra = [float(getattr(cost, name, 0)) for name in ("per_microbatch", "communication")]
     scale = _scale(real)
     return np.rint(real * scale).astype(np.int64), round(extra[0] * scale), round(extra[1] * scale)
+
+
+def _takes_amounts(cost: Callable[..., Any]) -> bool:
+    try:
+        return "amounts" in inspect.signature(cost).parameters
+    except (TypeError, ValueError):  # functions of numpy and of C say nothing of their parameters
+        return False
 
 
 def _scale(costs: npt.NDArray[np.float64]) -> float:

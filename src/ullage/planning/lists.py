@@ -29,7 +29,7 @@ from ullage.planning.plans import Plan
 from ullage.planning.request import groups as item_numbers
 from ullage.planning.request import refuse_large_groups, refuse_oversize
 from ullage.planning.solver.compiled import run
-from ullage.planning.solver.items import Room, falling_order, rows
+from ullage.planning.solver.items import Items, Room, falling_order, rows
 from ullage.planning.solver.packing import pack_items
 
 
@@ -67,9 +67,9 @@ def pack_lengths(lengths: Integers, capacity: int) -> PackedBins:
     # Largest first, as packing wants them; each item is one sequence. The L2 bound tells when no better packing
     # exists.
     order = run(falling_order, given, work=3 * n)
-    packed, ones = np.empty(n, np.int64), np.ones(n, np.int64)
-    room, target = Room(capacity, NO_LIMIT), bin_bound(given, capacity)
-    used = run(pack_items, given[order], ones, room, target, packed, work=50 * n)
+    packed, ones, none = np.empty(n, np.int64), np.ones(n, np.int64), np.zeros((0, n), np.int64)
+    room, target = Room(capacity, NO_LIMIT, np.zeros(0, np.int64)), bin_bound(given, capacity)
+    used = run(pack_items, Items(given[order], ones, ones, none), room, target, packed, work=50 * n)
     # From the order by size back to that of the dataset.
     home = np.empty(n, np.int64)
     home[order] = packed

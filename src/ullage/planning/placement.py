@@ -9,6 +9,7 @@ here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +21,8 @@ from ullage.core.layout import Int64, Layout, ranges
 
 #: ``max_sequences`` without a limit: a number that no microbatch reaches.
 NO_LIMIT = (1 << 31) - 1
+#: The resource that every plan has.
+TOKENS = "tokens"
 ARRAYS = ("order", "offsets", "degrees", "lengths", "original_lengths", "costs")
 
 
@@ -53,6 +56,12 @@ def slots_of(lengths: Int64, pad_to_multiple_of: int, degree: int | Int64 = 1) -
     return -(-lengths // multiple) * multiple
 
 
+def _read_only(values: Int64) -> Int64:
+    array = np.ascontiguousarray(values, dtype=np.int64)
+    array.flags.writeable = False
+    return array
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """Assignment of sequences to bins, and everything that follows from its arrays alone. Arrays are int64, read-only.
@@ -73,6 +82,9 @@ class Placement:
         per_microbatch, communication: these costs of the cost model, in the unit of ``costs``.
         sync: ``"microbatch"`` or ``"step"``: when ranks wait for one another.
         strategy: the name of the strategy that made it.
+        capacities: what a rank holds in one microbatch, by resource: ``tokens`` (that is ``capacity``), and every other
+            one with a capacity, such as patches of images.
+        amounts: what each sequence takes of every other resource, int64 [n] by name, whether or not it has a capacity.
     """
 
     order: Int64
@@ -90,12 +102,26 @@ class Placement:
     communication: int = 0
     sync: str = "microbatch"
     strategy: str = "balanced"
+    capacities: Mapping[str, int] = field(default_factory=dict)
+    amounts: Mapping[str, Int64] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "capacities", {TOKENS: self.capacity, **self.limits})
+        object.__setattr__(self, "amounts", {name: _read_only(each) for name, each in self.amounts.items()})
         for name in ARRAYS:
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            array.flags.writeable = False
-            object.__setattr__(self, name, array)
+            object.__setattr__(self, name, _read_only(getattr(self, name)))
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The capacities besides that of tokens, by resource."""
+        return {name: limit for name, limit in self.capacities.items() if name != TOKENS}
+
+    def held(self, name: str) -> Int64:
+        """How much of a resource each bin holds, int64 [num_microbatches, ranks]; a bin's stands at the first of its
+        ranks."""
+        held = np.zeros(self.num_microbatches * self.ranks, np.int64)
+        np.add.at(held, np.repeat(np.arange(len(held)), np.diff(self.offsets)), self.amounts[name][self.order])
+        return held.reshape(self.num_microbatches, self.ranks)
 
     @property
     def num_microbatches(self) -> int:

@@ -5,17 +5,17 @@ Pure: no process group, no device, no randomness. Every rank that calls it with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ullage.core.errors import MOST_TOKENS, InputError, UllageError, require_int, require_one_of
+from ullage.core.errors import InputError, UllageError, listed, require_int, require_one_of
 from ullage.core.layout import Int64, Integers, as_lengths
 from ullage.planning import request
-from ullage.planning.cost import Cost, TransformerCost, integer_costs
-from ullage.planning.placement import NO_LIMIT, free_degrees, slot_multiple, slots_of
+from ullage.planning.cost import SQUARED, Cost, TransformerCost, integer_costs
+from ullage.planning.placement import NO_LIMIT, TOKENS, free_degrees, slot_multiple, slots_of
 from ullage.planning.plans import Plan
 from ullage.planning.solver.compiled import run
 from ullage.planning.solver.items import rows
@@ -54,6 +54,8 @@ def arrival_order(plan: Plan) -> Plan | None:
         oversize=oversize if uniform else "error",
         ranks=plan.ranks,
         capacity=plan.capacity,
+        capacities=plan.capacities,
+        amounts=plan.amounts,
         cost=_Known(plan.costs, plan.per_microbatch, plan.communication),
         sync=plan.sync,
         microbatch_multiple=plan.microbatch_multiple,
@@ -81,8 +83,10 @@ def plan(
     lengths: Integers,
     *,
     ranks: int,
-    capacity: int,
-    cost: Cost | None = None,
+    capacity: int | None = None,
+    capacities: Mapping[str, int] | None = None,
+    amounts: Mapping[str, Integers | Sequence[Integers]] | None = None,
+    cost: Cost | Sequence[float] | None = None,
     strategy: str = "balanced",
     sync: str = "microbatch",
     context_parallel: int | str = 1,
@@ -101,8 +105,12 @@ def plan(
         ranks: number of ranks that hold data.
         capacity: slots (lengths rounded up to ``pad_to_multiple_of``) that a rank holds in one microbatch; never
             exceeded.
-        cost: any callable on an array of lengths that returns one number per sequence; ``None`` is
-            ``TransformerCost()``.
+        capacities: the same by resource, ``{"tokens": 8192, "patches": 16384}``: no microbatch exceeds any of them.
+            ``capacity`` is that of tokens. Ranks that share a microbatch all hold its patches.
+        amounts: what each sequence takes of every resource besides tokens, such as patches of images: one integer per
+            sequence, or a list per sequence of the sizes of its items.
+        cost: one number per sequence; or any callable on an array of lengths that returns them, and on the amounts too
+            if it has a parameter of that name; ``None`` is ``TransformerCost()``.
         strategy: one of :func:`ullage.planning.strategy_names`.
         sync: ``"microbatch"`` where ranks wait for one another in every microbatch (FSDP, ZeRO-3, expert parallel),
             ``"step"`` where they meet once per step (DDP).
@@ -117,6 +125,7 @@ def plan(
             one.
         assignment: for ``"preassigned"``, the ids of each microbatch and rank.
         oversize: what happens to a sequence that no microbatch can hold: ``"error"``, ``"truncate"`` or ``"drop"``.
+            Only tokens are truncated, of sequences that take nothing else.
 
     Waits for no device. Raises ``InputError`` before any work for arguments that cannot be met.
 
@@ -125,13 +134,15 @@ def plan(
     """
     # Arguments are checked before any work is done.
     given = as_lengths(lengths)
+    limits, taken = request.read_resources(capacity, capacities, amounts, len(given))
     name = ALIASES.get(strategy, strategy)
     # Megatron-LM's name for it implies that degrees are free; a degree that is given stands.
     if strategy == "default_dynamic_cp" and context_parallel == 1:
         context_parallel = "auto"
     shape = _Shape(
         ranks=require_int(ranks, "ranks", least=1),
-        capacity=require_int(capacity, "capacity", least=1, most=MOST_TOKENS),
+        capacity=limits.pop(TOKENS),
+        limits=limits,
         pad_to_multiple_of=require_int(pad_to_multiple_of, "pad_to_multiple_of", least=1),
         microbatch_multiple=require_int(microbatch_multiple, "microbatch_multiple", least=1),
         max_sequences=NO_LIMIT if max_sequences is None else require_int(max_sequences, "max_sequences", least=1),
@@ -141,17 +152,19 @@ def plan(
     )
     require_one_of(oversize, ("error", "truncate", "drop"), "oversize")
     place = None if name == PREASSIGNED else find_strategy(name)
-    _refuse_contradictions(name, shape.auto, keep_together, assignment)
+    _refuse_contradictions(name, shape, keep_together, assignment)
     # Costs are those of what is kept: a truncated sequence is a shorter one.
-    kept, placed = request.fit(given, shape.longest(), shape.pad_to_multiple_of, oversize)
-    costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept)
+    kept, placed = request.fit(given, shape.longest(), shape.pad_to_multiple_of, oversize, limits, taken)
+    costs, per_microbatch, communication = integer_costs(TransformerCost() if cost is None else cost, kept, taken)
     if place is None:
         order, offsets, microbatches = request.preassigned(
             assignment, shape.num_blocks, shape.microbatch_multiple, len(given), placed
         )
         degrees = None
     else:
-        order, offsets, microbatches, degrees = _place(place, shape, kept, costs, communication, placed, keep_together)
+        order, offsets, microbatches, degrees = _place(
+            place, shape, kept, taken, costs, communication, placed, keep_together
+        )
     # The strategy placed items on blocks of the least degree; offsets and degrees go back to ranks.
     made = Plan(
         order=order,
@@ -169,6 +182,9 @@ def plan(
         communication=communication,
         sync=sync,
         strategy=name,
+        capacities=limits,
+        # The squares are for the cost alone.
+        amounts={each: values for each, values in taken.items() if not each.endswith(SQUARED)},
     )
     if name not in ("balanced", "next_fit"):  # others' answers are not taken on trust
         problems = made.problems()
@@ -189,6 +205,7 @@ class _Shape:
     sync: str
     degrees: tuple[int, ...]
     auto: bool
+    limits: dict[str, int]
 
     @property
     def least_degree(self) -> int:
@@ -220,8 +237,13 @@ class _Shape:
         return np.repeat(degrees * self.least_degree, self.least_degree, axis=1)
 
 
-def _refuse_contradictions(name: str, auto: bool, keep_together: Any, assignment: Any) -> None:
-    if auto and name in (PREASSIGNED, "next_fit"):
+def _refuse_contradictions(name: str, shape: _Shape, keep_together: Any, assignment: Any) -> None:
+    if shape.auto and shape.limits:
+        raise InputError(
+            f'a capacity of {listed(list(shape.limits), 4)} cannot be held with context_parallel="auto"',
+            hint="give context_parallel a number, or leave out that capacity",
+        )
+    if shape.auto and name in (PREASSIGNED, "next_fit"):
         raise InputError(
             f"strategy {name!r} gives every sequence one degree", hint='context_parallel="auto" needs "balanced"'
         )
@@ -236,7 +258,14 @@ def _refuse_contradictions(name: str, auto: bool, keep_together: Any, assignment
 
 
 def _place(
-    place: Strategy, shape: _Shape, kept: Int64, costs: Int64, communication: int, placed: Int64, keep_together: Any
+    place: Strategy,
+    shape: _Shape,
+    kept: Int64,
+    taken: dict[str, Int64],
+    costs: Int64,
+    communication: int,
+    placed: Int64,
+    keep_together: Any,
 ) -> tuple[Int64, Int64, int, Int64 | None]:
     """Ids bin by bin, where bins start, the number of microbatches, and the degrees if the strategy chose them."""
     # From sequences to items: each its own item, or the sums over each group. At degree d the cost of an item is that
@@ -247,6 +276,7 @@ def _place(
     slots = [_sums(slots_of(lengths, shape.pad_to_multiple_of, degree), item, count) for degree in shape.degrees]
     work = [_sums(costs + communication * lengths * (degree - 1), item, count) for degree in shape.degrees]
     counts = _sums(np.ones(len(lengths), np.int64), item, count)
+    amounts = [_sums(taken[name][placed], item, count) for name in shape.limits]
     task = Task(
         slots=slots[0],
         costs=work[0],
@@ -259,11 +289,16 @@ def _place(
         shared_slots=np.array(slots) if shape.auto else None,
         shared_costs=np.array(work) if shape.auto else None,
         shared_degrees=np.array(shape.degrees) // shape.least_degree if shape.auto else None,
+        amounts=np.array(amounts, np.int64).reshape(len(amounts), count),
+        limits=np.array([*shape.limits.values()], np.int64),
     )
     if item is not None:
         # A group fits if at some degree its slots on each rank do.
         shares = [-(-each * shape.least_degree // degree) for each, degree in zip(slots, shape.degrees)]
-        request.refuse_large_groups(np.min(shares, axis=0), counts, item, placed, task.capacity, task.max_sequences)
+        others = [(each, limit, name) for each, (name, limit) in zip(amounts, shape.limits.items(), strict=True)]
+        request.refuse_large_groups(
+            np.min(shares, axis=0), counts, item, placed, task.capacity, task.max_sequences, others
+        )
     answer = _sound(place(task), task)
     # Back from items to sequences: all members of a group follow it.
     bins = answer.bins if item is None else answer.bins[item]

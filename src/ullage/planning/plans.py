@@ -18,8 +18,9 @@ import numpy as np
 from ullage.core.display import Paged, Shown, page_of, quantity, write_page
 from ullage.core.errors import InputError, listed, require_int
 from ullage.core.layout import Int64, as_lengths
-from ullage.planning.bounds import microbatch_bound, path_bound
+from ullage.planning.bounds import microbatch_bound, path_bound, resource_bound
 from ullage.planning.placement import ARRAYS, Placement, slots_of
+from ullage.planning.request import read_resources
 
 #: Ids that one line names before it only counts.
 _NAMED = 8
@@ -45,8 +46,11 @@ def _membership(plan: Placement) -> list[str]:
     twice = np.flatnonzero(times > 1)
     if len(twice):
         problems.append(f"duplicate: sequences {_ids(twice)} are placed more than once")
-    # A sequence kept at 0 tokens that had some was dropped on purpose; every other one must be placed.
+    # A sequence kept at 0 tokens that had some was dropped on purpose; every other one must be placed, unless it takes
+    # more of another resource than a microbatch has.
     dropped = (plan.lengths == 0) & (plan.original_lengths > 0)
+    for name, limit in plan.limits.items():
+        dropped |= (plan.lengths == 0) & (plan.amounts[name] > limit)
     missing = np.flatnonzero((times == 0) & ~dropped)
     if len(missing):
         problems.append(f"missing: sequences {_ids(missing)} are placed nowhere")
@@ -110,6 +114,16 @@ def _sizes(plan: Placement) -> list[str]:
             f"over capacity: microbatch {microbatch}, rank {rank} holds {held[k]} slots of"
             f" {plan.capacity * degrees[k]}: sequences {_ids(order[bins == k])}"
         )
+    # The other resources: every rank of a bin holds all of its items, so that sharing it adds no room.
+    for name, limit in plan.limits.items():
+        held = np.zeros(count, np.int64)
+        np.add.at(held, bins, plan.amounts[name][order])
+        for k in np.flatnonzero(held > limit).tolist():
+            microbatch, rank = divmod(k, plan.ranks)
+            problems.append(
+                f"over capacity: microbatch {microbatch}, rank {rank} holds {held[k]} {name} of {limit}:"
+                f" sequences {_ids(order[bins == k])}"
+            )
     num_sequences = np.bincount(bins, minlength=count)
     for k in np.flatnonzero(num_sequences > plan.max_sequences).tolist():
         microbatch, rank = divmod(k, plan.ranks)
@@ -131,6 +145,29 @@ _NUMBERS = (
 )
 _WORDS = ("sync", "strategy")
 _FORMAT = "ullage plan 1"
+
+
+@dataclass(frozen=True)
+class ResourceUse:
+    """What a plan places of a resource besides tokens, such as patches of images.
+
+    Attributes:
+        name: of the resource.
+        amount: what all sequences that are placed take of it.
+        capacity: what a rank holds in one microbatch; None where it has no capacity.
+        largest: the most that a rank holds in one microbatch.
+        unused: the part of all microbatches' capacity that is not taken; 0.0 without a capacity.
+        rank_imbalance: what the rank with the most of it takes in the whole step, divided by the mean rank.
+        lower_bound: least number of microbatches by this resource alone; 0 without a capacity.
+    """
+
+    name: str
+    amount: int
+    capacity: int | None
+    largest: int
+    unused: float
+    rank_imbalance: float
+    lower_bound: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,6 +211,8 @@ class Statistics(Shown):
     #: Sequences and their tokens that run on more than one rank.
     num_shared: int
     shared_tokens: int
+    #: Of every resource besides tokens.
+    resources: tuple[ResourceUse, ...] = ()
 
     def _facts(self) -> Iterator[str]:
         yield quantity(self.num_sequences, "sequence")
@@ -181,6 +220,8 @@ class Statistics(Shown):
         yield f"ullage {100 * self.ullage:.1f} %"
         yield f"rank imbalance {self.rank_imbalance:.2f}"
         yield f"critical path {self.critical_path:.2f}"
+        for each in self.resources:
+            yield f"at most {each.largest:,} {each.name} a microbatch"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,10 +257,11 @@ class Plan(Paged, Placement):
     def digest(self) -> str:
         """16 bytes in hexadecimal that equal plans share: ranks compare it instead of their plans."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps([_FORMAT, *(getattr(self, name) for name in _NUMBERS + _WORDS)]).encode())
-        for name in ARRAYS:
+        others = [self.limits, list(self.amounts)] if self.amounts else []
+        digest.update(json.dumps([_FORMAT, *(getattr(self, name) for name in _NUMBERS + _WORDS), *others]).encode())
+        for array in (*(getattr(self, name) for name in ARRAYS), *self.amounts.values()):
             # Each array behind its size: the same numbers, divided among the arrays in another way, are another plan.
-            digest.update(np.int64(getattr(self, name).size).tobytes() + getattr(self, name).tobytes())
+            digest.update(np.int64(array.size).tobytes() + array.tobytes())
         return digest.hexdigest()
 
     def to_json(self) -> str:
@@ -227,6 +269,9 @@ class Plan(Paged, Placement):
         record: dict[str, Any] = {"format": _FORMAT}
         record |= {name: getattr(self, name) for name in _NUMBERS + _WORDS}
         record |= {name: getattr(self, name).tolist() for name in ARRAYS}
+        if self.amounts:
+            record |= {"capacities": self.capacities}
+            record |= {"amounts": {name: each.tolist() for name, each in self.amounts.items()}}
         return json.dumps(record)
 
     @classmethod
@@ -268,13 +313,17 @@ class Plan(Paged, Placement):
         if len(arrays["original_lengths"]) != n or len(arrays["costs"]) != n:
             raise InputError("a plan's lengths and costs disagree", expected=f"{n} each")
         words: dict[str, Any] = {name: str(record[name]) for name in _WORDS}
-        return cls(**arrays, **numbers, **words)
+        capacities, amounts = read_resources(numbers["capacity"], record.get("capacities"), record.get("amounts"), n)
+        return cls(**arrays, **numbers, **words, capacities=capacities, amounts=amounts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _NUMBERS + _WORDS) and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in _NUMBERS + _WORDS)
+            and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS)
+            and (self.capacities == other.capacities and self.amounts.keys() == other.amounts.keys())
+            and all(np.array_equal(each, other.amounts[name]) for name, each in self.amounts.items())
         )
 
     def __hash__(self) -> int:
@@ -326,6 +375,24 @@ def _statistics(plan: Placement) -> Statistics:
         critical_path_bound=bounds.critical_path,
         num_shared=int(np.count_nonzero(shared)),
         shared_tokens=int(placed[shared].sum()),
+        resources=tuple(_use(plan, name) for name in plan.amounts),
+    )
+
+
+def _use(plan: Placement, name: str) -> ResourceUse:
+    held, limit = plan.held(name), plan.limits.get(name)
+    amount, degree = int(held.sum()), int(plan.degrees.min(initial=plan.ranks))
+    size = held.size // max(1, degree) * (limit or 0)
+    return ResourceUse(
+        name=name,
+        amount=amount,
+        capacity=limit,
+        largest=int(held.max(initial=0)),
+        unused=1 - amount / size if size else 0.0,
+        rank_imbalance=int(held.sum(axis=0).max(initial=0)) * (plan.ranks // max(1, degree)) / amount
+        if amount
+        else 1.0,
+        lower_bound=0 if limit is None else resource_bound(plan, name),
     )
 
 

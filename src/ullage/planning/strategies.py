@@ -13,7 +13,7 @@ or options that are not its business.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class Task:
         shared_slots, shared_costs [levels, items]: where ranks may share a bin, slots and cost on all its ranks
             together at each degree.
         shared_degrees [levels]: those degrees, rising from 1. A bin of degree d begins at a multiple of d.
+        amounts [resources, items]: what each item takes of every resource that has a capacity besides slots, patches of
+            images for example; without rows where there is none. Never beside ``shared_slots``.
+        limits [resources]: how much of it a bin holds.
     """
 
     slots: Int64
@@ -55,6 +58,8 @@ class Task:
     shared_slots: Int64 | None = None
     shared_costs: Int64 | None = None
     shared_degrees: Int64 | None = None
+    amounts: Int64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    limits: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_items(self) -> int:
@@ -69,6 +74,8 @@ class Task:
             bins = bin_bound(self.slots, self.capacity)
         else:  # a shared bin holds as much as its ranks together: only the sum is left
             bins = -(-int(self.slots.sum()) // self.capacity)
+        for each, limit in zip(self.amounts, self.limits.tolist(), strict=True):
+            bins = max(bins, bin_bound(each, limit))
         bins = max(1, bins, -(-int(self.counts.sum()) // self.max_sequences))
         return microbatches_for(bins, self.ranks, self.microbatch_multiple)
 
@@ -108,20 +115,26 @@ _EACH, _EACH_SHARED, _EACH_IN_ORDER = 250, 700, 1
 def next_fit(task: Task) -> Assignment:
     """Arrival order: a bin is closed when the next item does not fit."""
     bins = np.empty(task.num_items, np.int64)
-    used = run(fill_in_order, task.slots, task.counts, _room(task), bins, work=_EACH_IN_ORDER * task.num_items)
+    used = run(fill_in_order, _items(task), _room(task), bins, work=_EACH_IN_ORDER * task.num_items)
     return Assignment(bins, microbatches_for(used, task.ranks, task.microbatch_multiple))
 
 
 def balanced(task: Task) -> Assignment:
     """Equal work in every microbatch, or over the step with ``sync="step"``, in the fewest microbatches."""
+    # Where the plan by slots alone keeps within the other capacities, it is the plan.
+    if len(task.limits):
+        by_slots = replace(task, amounts=np.zeros((0, task.num_items), np.int64), limits=task.limits[:0])
+        if by_slots.least_microbatches() == task.least_microbatches():
+            found = balanced(by_slots)
+            if _holds(task, found):
+                return found
     # Improvement grows with the items up to a point: above ``_MANY`` a fixed budget keeps planning quick.
     least = task.least_microbatches()
     budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
     rest = _room(task), task.ranks, least, task.microbatch_multiple, budget
     if task.shared_slots is None or task.shared_costs is None or task.shared_degrees is None or not least:
         place = balance_totals if task.sync == "step" else balance
-        items = Items(task.slots, task.costs, task.counts)
-        return Assignment(*run(place, items, *rest, work=_EACH * task.num_items))
+        return Assignment(*run(place, _items(task), *rest, work=_EACH * task.num_items))
     shared = SharedItems(task.shared_slots, task.shared_costs, task.counts, task.shared_degrees)
     places, levels, microbatches = run(share_out, shared, *rest, work=_EACH_SHARED * task.num_items)
     # The solver names the level at the first rank of a block; a plan names the degree at all of them.
@@ -132,9 +145,24 @@ def balanced(task: Task) -> Assignment:
     return Assignment(places, microbatches, degrees.reshape(microbatches, task.ranks))
 
 
+def _holds(task: Task, found: Assignment) -> bool:
+    """Whether every bin keeps within the capacities besides slots."""
+    for each, limit in zip(task.amounts, task.limits.tolist(), strict=True):
+        held = np.zeros(found.num_microbatches * task.ranks, np.int64)
+        np.add.at(held, found.bins, each)
+        if held.max(initial=0) > limit:
+            return False
+    return True
+
+
 def _room(task: Task) -> Room:
     # A capacity that is never reached is cut, so that its multiples stay within 64 bits.
-    return Room(min(task.capacity, 4 * int(task.slots.sum()) + 1), task.max_sequences)
+    limits = np.minimum(task.limits, 4 * task.amounts.sum(axis=1) + 1)
+    return Room(min(task.capacity, 4 * int(task.slots.sum()) + 1), task.max_sequences, limits)
+
+
+def _items(task: Task) -> Items:
+    return Items(task.slots, task.costs, task.counts, task.amounts.reshape(len(task.limits), task.num_items))
 
 
 _REGISTERED: dict[str, Strategy] = {"balanced": balanced, "next_fit": next_fit}

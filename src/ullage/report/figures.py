@@ -8,6 +8,7 @@ of its batch does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 
 from ullage.core.display import quantity
 from ullage.core.layout import Int64
-from ullage.planning import Plan, Statistics
+from ullage.planning import Plan, ResourceUse, Statistics
 from ullage.planning import plan as make_plan
 from ullage.planning.placement import slots_of
 from ullage.planning.planner import arrival_order
@@ -64,10 +65,36 @@ def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
             ("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000"),
         )
     ]
+    for place, use in enumerate(ours.resources):
+        beside = None if theirs is None else theirs.resources[place]
+        table += _figures_of(plan, use, beside)
     if ours.num_shared:
         shared = _text(theirs and theirs.num_shared, "{:,}")
         table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", shared, "", ""))
     return table
+
+
+def _figures_of(plan: Plan, use: ResourceUse, beside: ResourceUse | None) -> Iterator[Figure]:
+    """The lines of a resource besides tokens."""
+    bins = plan.num_microbatches * plan.ranks
+    mean = use.amount / bins if bins else 0.0
+    least = max(math.ceil(mean), int(plan.amounts[use.name][plan.order].max(initial=0)))
+    yield Figure(
+        f"most {use.name} in a microbatch",
+        f"{use.largest:,}",
+        _text(beside and beside.largest, "{:,}"),
+        f"{least:,}",
+        f"{mean:,.0f}",
+    )
+    if use.capacity is not None:
+        size = use.lower_bound * plan.ranks * use.capacity
+        yield Figure(
+            f"capacity of {use.name} unused",
+            f"{100 * use.unused:.2f} %",
+            _text(beside and 100 * beside.unused, "{:.2f} %"),
+            f"{100 * (1 - use.amount / size if size else 0.0):.2f} %",
+            "0.00 %",
+        )
 
 
 def _text(value: Any, form: str) -> str:
@@ -160,7 +187,7 @@ def planned(lengths: Int64, strategy: str, settings: dict[str, Any]) -> PlannedS
     return PlannedStep(step, arrival_order(step), padded(step) if step.num_microbatches else None)
 
 
-def cut(lengths: Int64, global_batch_size: int | None, steps: int | None) -> Iterator[Int64]:
+def cut(lengths: Any, global_batch_size: int | None, steps: int | None) -> Iterator[Any]:
     """The lengths of each step, in order; the last, short one is kept. Without a size, all of them are one step."""
     size = global_batch_size or max(1, len(lengths))
     for number, start in enumerate(range(0, max(1, len(lengths)), size)):
@@ -225,7 +252,8 @@ class Padded:
 
 
 def padded(plan: Plan) -> Padded | None:
-    """The padded batches of the sequences that ``plan`` places; None where ranks share sequences.
+    """The padded batches of the sequences that ``plan`` places; None where ranks share sequences, or sequences take
+    more than tokens, which nobody pads.
 
     >>> import ullage
     >>> step = ullage.plan([5, 3, 9, 1], ranks=2, capacity=12)
@@ -233,7 +261,7 @@ def padded(plan: Plan) -> Padded | None:
     >>> batches.num_batches, batches.num_slots, round(batches.padding_computed, 2)
     (3, 20, 0.1)
     """
-    if int(plan.degrees.max(initial=1)) > 1:
+    if plan.amounts or int(plan.degrees.max(initial=1)) > 1:
         return None
     placed = np.sort(plan.order)
     lengths, costs = plan.lengths[placed], plan.costs[placed]

@@ -239,7 +239,8 @@ def _facts(begins: Sequence[Event], state: Row | None) -> Row:
         return {} if not isinstance(batch, int) else {"batch": batch}
     last = begins[-1]
     told = last.get("run")
-    named = {name: last[name] for name in ("model", "capacity", "processes") if last.get(name) is not None}
+    names = ("model", "capacity", "capacities", "processes")
+    named = {name: last[name] for name in names if last.get(name) is not None}
     return {**named, **(told if isinstance(told, dict) else {}), "began": begins[0]["time"]}
 
 
@@ -410,7 +411,9 @@ def _learning_rate(facts: Row) -> str:
 def _batch(facts: Row) -> str:
     batch, capacity = facts.get("batch"), facts.get("capacity")
     parts = [f"{batch:,} sequences per process" if isinstance(batch, int) else ""]
-    parts.append(f"microbatches of {capacity:,} tokens" if isinstance(capacity, int) else "")
+    capacities = facts.get("capacities") or {"tokens": capacity}
+    held = [f"{limit:,} {name}" for name, limit in capacities.items() if isinstance(limit, int)]
+    parts.append(f"microbatches of {' and '.join(held)}" if held else "")
     return ", ".join(filter(None, parts))
 
 

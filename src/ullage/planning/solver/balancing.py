@@ -24,7 +24,7 @@ from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.critical import critical_path, deal_bins, least_path
 from ullage.planning.solver.improving import GOOD, divide, improve, link
-from ullage.planning.solver.items import Bins, Items, Room, falling_order, rows
+from ullage.planning.solver.items import Bins, Items, Room, falling_order, rows, subset
 from ullage.planning.solver.packing import pack_items
 from ullage.planning.solver.placing import fill_steps, heaviest_first, no_bins, put
 
@@ -106,10 +106,11 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
     for thousandths in _ROOMS:
         # One bin per rank, as large as all its microbatches together. A little less leaves slack, so that its items
         # can then be packed into them; less than one microbatch is never needed.
-        whole = Room(max(room.capacity, microbatches * room.capacity * thousandths // 1000), most)
+        limits = np.maximum(room.limits, microbatches * room.limits * thousandths // 1000)
+        whole = Room(max(room.capacity, microbatches * room.capacity * thousandths // 1000), most, limits)
         if whole.capacity * ranks < held:
             return False
-        bins = no_bins(n, ranks)
+        bins = no_bins(n, ranks, len(room.limits))
         if not heaviest_first(items, bins, whole, 0, 1 << 40):
             continue
         improve(items, bins, whole, ranks, bound, _ROUNDS_OF_RANKS, budget)
@@ -123,7 +124,7 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
             mine = members[starts[rank] : starts[rank + 1]]
             mine = mine[falling_order(items.slots[mine])]
             at = np.empty(len(mine), np.int64)
-            used = pack_items(items.slots[mine], items.counts[mine], room, microbatches, at)
+            used = pack_items(subset(items, mine), room, microbatches, at)
             fits = fits and used <= microbatches
             if not fits:
                 break
@@ -151,7 +152,7 @@ def balance_totals(
     """
     # Most expensive first, as every kernel below expects; ``order`` leads back at the end.
     order = falling_order(items.costs)
-    items = Items(items.slots[order], items.costs[order], items.counts[order])
+    items = subset(items, order)
     n = len(order)
     homes = np.empty(n, np.int64)
     if n == 0:
@@ -192,8 +193,8 @@ def _packed(items: Items, room: Room, count: int) -> Bins:
     order = falling_order(items.slots)
     home = np.empty(n, np.int64)
     target = count if n <= _VERY_MANY else n  # a microbatch in a thousand is not worth a second try
-    used = pack_items(items.slots[order], items.counts[order], room, target, home)
-    bins = no_bins(n, max(used, count))
+    used = pack_items(subset(items, order), room, target, home)
+    bins = no_bins(n, max(used, count), len(room.limits))
     for at in range(n):
         put(items, bins, order[at], home[at])
     return bins
@@ -217,7 +218,7 @@ def _fill_and_compare(
 ) -> tuple[Bins, Bins, float]:
     """The two best of several first placements, and the critical path of the best; infinite if none was found."""
     n, count = len(items.slots), microbatches * ranks
-    first, second = no_bins(n, count), no_bins(n, count)
+    first, second = no_bins(n, count, len(room.limits)), no_bins(n, count, len(room.limits))
     best, next_best = np.inf, np.inf
     last = microbatches - 1
     # How many microbatches are filled in turn, and the margin; packed at the end.
@@ -232,7 +233,7 @@ def _fill_and_compare(
         (-1, 0),
     ):
         if most >= 0:
-            bins = no_bins(n, count)
+            bins = no_bins(n, count, len(room.limits))
             if not _fill(items, bins, room, ranks, most, margin):
                 continue
         # Packing leaves bins as unequal as they come; it is for capacities too tight for the passes above.
@@ -277,10 +278,10 @@ def first_placements(
         bins = _packed(items, room, microbatches * ranks)
         unit = ranks * microbatch_multiple
         count = -(-len(bins.load) // unit) * unit
-        first = no_bins(n, count)
+        first = no_bins(n, count, len(room.limits))
         for i in range(n):
             put(items, first, i, bins.home[i])
-        return first, no_bins(n, 0), count // ranks
+        return first, no_bins(n, 0, len(room.limits)), count // ranks
     first, second, path = _fill_and_compare(items, room, ranks, microbatches, bound)
     while path == np.inf:
         microbatches += microbatch_multiple
@@ -306,7 +307,7 @@ def balance(
     """
     # Most expensive first: from here on an item is its place in this order. ``order`` leads back at the end.
     order = falling_order(items.costs)
-    items = Items(items.slots[order], items.costs[order], items.counts[order])
+    items = subset(items, order)
     n = len(order)
     homes = np.empty(n, np.int64)
     if n == 0:

@@ -9,6 +9,8 @@ same, are filled with the most expensive items that still fit under the giant's 
 ranks that no giant took. The best of several tolerances is kept. Its microbatches of few items, which no division over
 blocks may balance, go to all ranks together where that is shorter.
 
+Slots are the only resource here: a second capacity is refused before.
+
 With one degree per bin an engine runs each microbatch with one process group per rank.
 
 Sources: the least degree that fits, Megatron-LM's dynamic context parallelism (which weighs without the linear term)
@@ -27,7 +29,7 @@ from ullage.core.layout import Int64
 from ullage.planning.solver.balancing import balance
 from ullage.planning.solver.compiled import kernel
 from ullage.planning.solver.improving import improve
-from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, falling_order
+from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, falling_order, subset
 from ullage.planning.solver.packing import pack_items
 from ullage.planning.solver.placing import heaviest_first, no_bins
 
@@ -227,13 +229,13 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels
     if len(places) == 0:
         return False
     # Heaviest first, and where that does not fit, packed as full as they go.
-    items = Items(shared.slots[0][rest], costs[0][rest], shared.counts[rest])
-    bins = no_bins(len(rest), len(places))
+    items = Items(shared.slots[0][rest], costs[0][rest], shared.counts[rest], np.zeros((0, len(rest)), np.int64))
+    bins = no_bins(len(rest), len(places), 0)
     if not heaviest_first(items, bins, room, 0, 64 * (len(rest) + len(places))):
-        bins = no_bins(len(rest), len(places))
+        bins = no_bins(len(rest), len(places), 0)
         order = falling_order(items.slots)
         at = np.empty(len(rest), np.int64)
-        if pack_items(items.slots[order], items.counts[order], room, len(places), at) > len(places):
+        if pack_items(subset(items, order), room, len(places), at) > len(places):
             return False
         bins.home[order] = at
     total = items.costs.sum()
@@ -333,7 +335,7 @@ def share_out(
     best_home, best_levels = np.empty(0, np.int64), np.empty(0, np.int64)
     # Every item on one rank, where that is possible: the plan that sharing has to beat.
     if slots[0].max() <= room.capacity:
-        alone = Items(slots[0], costs[0], items.counts)
+        alone = Items(slots[0], costs[0], items.counts, np.zeros((0, n), np.int64))
         best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
         best_levels = np.zeros(best_microbatches * ranks, np.int64)
         best = _longest_path(_shares(best_home, best_levels, items), ranks)

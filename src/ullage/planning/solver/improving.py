@@ -62,6 +62,11 @@ def _each_division(items: Items, pool: Int64, size: int, room: Room, target: int
     for j in range(size):
         held_all += items.slots[pool[j]]
         sequences_all += items.counts[pool[j]]
+    resources = len(room.limits)
+    amounts, amounts_all = np.zeros(resources, np.int64), np.zeros(resources, np.int64)
+    for r in range(resources):
+        for j in range(size):
+            amounts_all[r] += items.amounts[r, pool[j]]
     found = -1
     cost, held, num_sequences, mask = 0, 0, 0, 0
     for step in range(1, 1 << size):
@@ -77,8 +82,13 @@ def _each_division(items: Items, pool: Int64, size: int, room: Room, target: int
         cost += sign * items.costs[i]
         held += sign * items.slots[i]
         num_sequences += sign * items.counts[i]
+        fits = True
+        for r in range(resources):
+            amounts[r] += sign * items.amounts[r, i]
+            fits = fits and amounts[r] <= room.limits[r] and amounts_all[r] - amounts[r] <= room.limits[r]
         if (
-            abs(cost - target) < closer
+            fits
+            and abs(cost - target) < closer
             and held <= room.capacity
             and held_all - held <= room.capacity
             and num_sequences <= room.max_sequences
@@ -108,6 +118,9 @@ def _every_division(items: Items, pool: Int64, size: int, room: Room, target: in
     held_all, sequences_all = values[:, 1].sum(), values[:, 2].sum()
     fits = (held <= room.capacity) & (held_all - held <= room.capacity)
     fits &= (num_sequences <= room.max_sequences) & (sequences_all - num_sequences <= room.max_sequences)
+    for limit, amounts in zip(room.limits, items.amounts[:, mine]):
+        part = _BITS[: (1 << size) - 1, :size] @ amounts
+        fits &= (part <= limit) & (amounts.sum() - part <= limit)
     # The first of those that are equally close counts, as it does one after the other.
     away = np.where(fits, np.abs(cost - target), closer)
     if not len(away) or away.min() >= closer:
@@ -122,6 +135,10 @@ def _allowed(items: Items, bins: Bins, room: Room, a: int, b: int, i: int, j: in
     if j >= 0:
         slots -= items.slots[j]
         count -= items.counts[j]
+    for r in range(len(room.limits)):
+        amount = items.amounts[r, i] - (items.amounts[r, j] if j >= 0 else 0)
+        if bins.amounts[r, b] + amount > room.limits[r] or bins.amounts[r, a] - amount > room.limits[r]:
+            return False
     return (
         bins.held[b] + slots <= room.capacity
         and bins.held[a] - slots <= room.capacity
@@ -204,6 +221,10 @@ def _settle(items: Items, bins: Bins, head: Int64, following: Int64, k: int, poo
         num_sequences += items.counts[i]
         following[i] = pool[j + 1] if j + 1 < size else -1
     bins.load[k], bins.held[k], bins.num_sequences[k] = load, held, num_sequences
+    for r in range(len(items.amounts)):
+        bins.amounts[r, k] = 0
+        for j in range(size):
+            bins.amounts[r, k] += items.amounts[r, pool[j]]
     return load
 
 
@@ -345,8 +366,11 @@ def _weigh(items: Items, bins: Bins) -> None:
     bins.load[:] = 0
     bins.held[:] = 0
     bins.num_sequences[:] = 0
+    bins.amounts[:] = 0
     for i in range(len(bins.home)):
         k = bins.home[i]
+        for r in range(len(items.amounts)):
+            bins.amounts[r, k] += items.amounts[r, i]
         bins.load[k] += items.costs[i]
         bins.held[k] += items.slots[i]
         bins.num_sequences[k] += items.counts[i]

@@ -223,11 +223,14 @@ class Items(NamedTuple):
         slots [items]: slots that each item takes.
         costs [items]: cost of each item, in the unit of the cost model.
         counts [items]: sequences in each item; 1 unless sequences are kept together.
+        amounts [resources, items]: what each item takes of every resource besides slots, patches of images for example;
+            without rows where slots are the only one.
     """
 
     slots: Int64
     costs: Int64
     counts: Int64
+    amounts: Table
 
 
 class SharedItems(NamedTuple):
@@ -246,23 +249,42 @@ class SharedItems(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """Bins and the items in them. A kernel that moves an item keeps all four arrays up to date.
+    """Bins and the items in them. A kernel that moves an item keeps all arrays up to date.
 
     Attributes:
         home [items]: the bin of each item, or ``NOWHERE``.
         load [bins]: cost of the items in each bin.
         held [bins]: slots of the items in each bin.
         num_sequences [bins]: sequences of the items in each bin.
+        amounts [resources, bins]: what the items in each bin take of every further resource.
     """
 
     home: Int64
     load: Int64
     held: Int64
     num_sequences: Int64
+    amounts: Table
 
 
 class Room(NamedTuple):
-    """Capacity of a bin: slots, and sequences (``NO_LIMIT`` if any number of them)."""
+    """Capacity of a bin: slots, sequences (``NO_LIMIT`` if any number of them), and every further resource."""
 
     capacity: int
     max_sequences: int
+    limits: Int64
+
+
+@kernel
+def subset(items: Items, order: Int64) -> Items:
+    """The items ``order``, in that order."""
+    # Copied to be contiguous, as compiled kernels require.
+    return Items(items.slots[order], items.costs[order], items.counts[order], items.amounts[:, order].copy())
+
+
+@kernel
+def within_limits(items: Items, bins: Bins, room: Room, i: int, k: int) -> bool:
+    """Whether bin ``k`` has room for item ``i`` in every resource besides slots and sequences."""
+    for r in range(len(room.limits)):  # noqa: SIM110  numba compiles no generators
+        if bins.amounts[r, k] + items.amounts[r, i] > room.limits[r]:
+            return False
+    return True

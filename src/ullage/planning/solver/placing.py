@@ -9,14 +9,14 @@ import numpy as np
 
 from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.items import NOWHERE, Bins, Items, Room
+from ullage.planning.solver.items import NOWHERE, Bins, Items, Room, within_limits
 
 
 @kernel
-def no_bins(n: int, count: int) -> Bins:
-    """Empty bins, and ``n`` items that are nowhere."""
-    zeros = np.zeros((3, count), np.int64)
-    return Bins(np.full(n, NOWHERE), zeros[0], zeros[1], zeros[2])
+def no_bins(n: int, count: int, resources: int) -> Bins:
+    """Empty bins, and ``n`` items that are nowhere. ``resources``: besides slots and sequences."""
+    zeros = np.zeros((3 + resources, count), np.int64)
+    return Bins(np.full(n, NOWHERE), zeros[0], zeros[1], zeros[2], zeros[3:])
 
 
 @kernel
@@ -26,6 +26,8 @@ def put(items: Items, bins: Bins, i: int, k: int) -> None:
     bins.load[k] += items.costs[i]
     bins.held[k] += items.slots[i]
     bins.num_sequences[k] += items.counts[i]
+    for r in range(len(items.amounts)):
+        bins.amounts[r, k] += items.amounts[r, i]
 
 
 @kernel
@@ -62,7 +64,7 @@ def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: i
     Returns false if an item found no bin, or if the patience is spent.
     """
     load, held, num_sequences = bins.load, bins.held, bins.num_sequences
-    size = len(load) - begin
+    size, has_limits = len(load) - begin, len(room.limits) > 0
     # A heap with the lightest bin at its root, built from the last parent up.
     heap = np.arange(begin, len(load))
     for at in range(size // 2 - 1, -1, -1):
@@ -83,6 +85,7 @@ def heaviest_first(items: Items, bins: Bins, room: Room, begin: int, patience: i
         for q in range(size):
             k = heap[q]
             fits = held[k] <= slots_left and num_sequences[k] <= sequences_left
+            fits = fits and (not has_limits or within_limits(items, bins, room, i, k))
             if fits and (best == NOWHERE or load[k] < load[best] or (load[k] == load[best] and k < best)):
                 at, best = q, k
                 if q == 0:
@@ -140,7 +143,7 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
     slots, costs = items.slots, items.costs
     n, microbatches = len(slots), len(bins.load) // ranks
     rest = costs.sum()
-    following = np.arange(n + 1)
+    following, has_limits = np.arange(n + 1), len(room.limits) > 0
     filled = 0
     while filled < most and filled < microbatches - 1:
         # Items fall by cost, so the first one that has no bin is the most expensive one left.
@@ -166,7 +169,8 @@ def fill_steps(items: Items, bins: Bins, room: Room, ranks: int, most: int, marg
                 if at == n or bins.num_sequences[k] + items.counts[at] > room.max_sequences:
                     break
                 # Slots need not fall as costs do, so that the item may be too large all the same.
-                if bins.held[k] + slots[at] <= room.capacity:
+                fits = bins.held[k] + slots[at] <= room.capacity
+                if fits and (not has_limits or within_limits(items, bins, room, at, k)):
                     put(items, bins, at, k)
                     rest -= costs[at]
                     # Placed: searches that come here go on to the next item.

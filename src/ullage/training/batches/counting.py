@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, POSITION_NAMES
 from ullage.core.errors import InputError
+from ullage.training.batches.amounts import amounts_of
 from ullage.training.batches.targets import num_tokens_each
 
 
@@ -208,6 +209,27 @@ def require_capacity(batch: RaggedBatch, capacity: int, per_sample: int = 1, *, 
     large = np.flatnonzero(lengths > capacity)
     if len(large):
         raise over_capacity(int(large[0]) * per_sample, capacity, int(lengths[large[0]]), truncates=truncates)
+
+
+def require_limits(batch: RaggedBatch, limits: Mapping[str, int], config: Any) -> None:
+    """Raise ``SampleError`` for the first sequence that takes more than a microbatch holds of something but tokens."""
+    amounts = amounts_of(batch, config) if limits else {}
+    for name, limit in limits.items():
+        if name not in amounts:
+            raise InputError(
+                f"the model takes no images, of which packing_capacities limits the {name}",
+                where=type(config).__name__,
+                hint=f"leave {name} out",
+            )
+        large = np.flatnonzero(amounts[name] > limit)
+        if len(large):
+            raise SampleError(
+                f"a sequence has more {name} than a microbatch may hold",
+                sample=int(large[0]),
+                expected=f"at most {limit} {name}, as packing_capacities says",
+                found=int(amounts[name][large[0]]),
+                hint="raise that capacity, make its images smaller, or set packing_oversize='drop'",
+            )
 
 
 def over_capacity(sample: int, capacity: int, length: int, *, truncates: bool) -> SampleError:

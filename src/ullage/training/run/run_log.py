@@ -59,6 +59,7 @@ class RunLog(TrainerCallback):
             processes=args.world_size,
             model=type(kwargs.get("model")).__name__,
             capacity=self._capacity_of(args),
+            **self._capacities_of(args),
             started=_started(),
             run=describe_run(args, kwargs.get("model"), kwargs.get("train_dataloader")),
         )
@@ -67,6 +68,12 @@ class RunLog(TrainerCallback):
     def _capacity_of(args: Any) -> int | None:
         capacity = getattr(args, "packing_capacity", None)
         return capacity if isinstance(capacity, int) else None
+
+    @staticmethod
+    def _capacities_of(args: Any) -> dict[str, Any]:
+        """Those of every resource, where there are several."""
+        capacities = getattr(args, "packing_capacities", None)
+        return {"capacities": capacities} if capacities else {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write down the plan of the first packed step, and that the run is alive."""

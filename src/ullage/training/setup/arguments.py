@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 from ullage.core.errors import MOST_TOKENS, InputError, require_int, require_one_of
 from ullage.core.extras import needed_by
+from ullage.planning.cost import IMAGES, PATCHES
+from ullage.planning.placement import TOKENS
 from ullage.training.setup.device_memory import num_bytes
 
 with needed_by("ullage.training", ["transformers"]):
@@ -42,6 +46,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "help": "Pack each global batch into microbatches of at most this many tokens on a rank, without padding "
             "and balanced over ranks; 'auto' finds the largest number that fits into packing_memory. Without it "
             "nothing is packed."
+        },
+    )
+    packing_capacities: dict[str, int] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Capacities of a microbatch by resource, such as tokens=8192,patches=16384: no microbatch holds "
+            "more of any of them. Resources are tokens (packing_capacity), and for models that take images patches and "
+            "images."
         },
     )
     packing_global_batch_size: int | None = field(
@@ -127,6 +139,9 @@ class TrainingArguments(transformers.TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         self.packing_capacity = _read_capacity(self.packing_capacity)
+        self.packing_capacity, self.packing_capacities = _read_capacities(
+            self.packing_capacity, self.packing_capacities
+        )
         lost_rank_timeout(self)
         super().__post_init__()
         join_deepspeed(self)
@@ -146,6 +161,54 @@ def _read_capacity(given: int | str | None) -> int | str | None:
     if given not in (None, AUTO) and not isinstance(given, Integral):
         raise InputError("packing_capacity is not a capacity", expected="tokens a microbatch, or 'auto'", found=given)
     return given
+
+
+def _read_capacities(
+    capacity: int | str | None, given: Mapping[str, int] | str | None
+) -> tuple[int | str | None, dict[str, int] | None]:
+    """``packing_capacity``, and all capacities by resource if there are several. Raises ``InputError``.
+
+    ``given``: ``packing_capacities``, from a command line as ``tokens=8192,patches=16384`` or JSON.
+    """
+    if given is None:
+        return capacity, None
+    found = _by_name(given) if isinstance(given, str) else dict(given)
+    tokens = found.pop(TOKENS, capacity)
+    if tokens is None or (capacity is not None and tokens != capacity):
+        raise InputError(
+            "packing_capacities must have the capacity of tokens, once",
+            expected="tokens=..., or packing_capacity",
+            found="neither" if tokens is None else f"packing_capacity={capacity} and tokens={tokens}",
+        )
+    if tokens == AUTO and found:
+        raise InputError(
+            "packing_capacity='auto' runs rows of text, and finds no capacity beside that of others",
+            expected="a number of tokens",
+            found=f"capacities of {', '.join(found)}",
+        )
+    for name, limit in found.items():
+        require_one_of(name, (TOKENS, PATCHES, IMAGES), "resource of packing_capacities")
+        found[name] = require_int(limit, f"packing_capacities[{name!r}]", least=1)
+    if tokens == AUTO:
+        return AUTO, None
+    tokens = require_int(tokens, f"packing_capacities[{TOKENS!r}]", least=1, most=MOST_TOKENS)
+    return tokens, {TOKENS: tokens, **found}
+
+
+def _by_name(text: str) -> dict[str, int]:
+    """``tokens=8192,patches=16384`` or a JSON object as a mapping."""
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise InputError("packing_capacities is not JSON", found=str(error)) from error
+    found: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, number = word.partition("=")
+        if not number.strip().replace("_", "").isdecimal():
+            raise InputError("packing_capacities is unknown", expected="tokens=8192,patches=16384", found=repr(text))
+        found[name.strip()] = int(number)
+    return found
 
 
 def lost_rank_timeout(arguments: Any) -> float | None:
@@ -199,6 +262,7 @@ class PackingOptions:
         chunked_loss: whether head and loss run in chunks, where nobody asks for logits.
         verify: whether the model is proved to keep sequences apart before the first step.
         peak_flops: FLOP/s that one device could do, for ``mfu``; None without it.
+        limits: capacities of a microbatch besides that of tokens, by resource.
     """
 
     capacity: int
@@ -208,6 +272,12 @@ class PackingOptions:
     chunked_loss: bool
     verify: bool
     peak_flops: float | None
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """The capacities of a microbatch by resource."""
+        return {TOKENS: self.capacity, **self.limits}
 
     @property
     def is_open(self) -> bool:
@@ -250,6 +320,11 @@ class PackingOptions:
             arguments.packing_chunked_loss,
             getattr(arguments, "packing_verify", True),
             peak_flops_of(arguments),
+            {
+                name: limit
+                for name, limit in (getattr(arguments, "packing_capacities", None) or {}).items()
+                if name != TOKENS
+            },
         )
 
 

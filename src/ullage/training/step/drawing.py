@@ -447,6 +447,7 @@ class StepSource:
                 self._packer.require_losses(batch)
             if options is not None and options.oversize == "error":
                 counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
+                counting.require_limits(batch, options.limits, getattr(self._reader.model, "config", None))
         except counting.SampleError as error:
             index, sample = None, error.sample // per_sample
             if self._indices is not None:

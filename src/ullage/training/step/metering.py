@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import nn
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.planning import Plan, RecurrentCost, TransformerCost
+from ullage.planning import MultimodalCost, Plan, RecurrentCost, TransformerCost
 from ullage.planning.plans import Statistics
 
 
@@ -133,6 +133,8 @@ class TokenMeter:
         # Tokens, elements computed, elements if padded, capacity, FLOPs: of this rank, since the last log.
         self._counts = [0.0] * 5
         self._imbalances: list[float] = []
+        # Of every resource besides tokens what was taken and its capacity, by the plans: over all ranks.
+        self._taken: dict[str, list[int]] = {}
         self.times = StepTimes()
         self._began = time.perf_counter()
 
@@ -164,6 +166,10 @@ class TokenMeter:
         self.plan = plan
         statistics = plan.statistics()
         self._imbalances.append(statistics.rank_imbalance)
+        for each in statistics.resources:
+            taken = self._taken.setdefault(each.name, [0, 0])
+            taken[0] += each.amount
+            taken[1] += plan.num_microbatches * plan.ranks * (each.capacity or 0)
         self.left_out.add(statistics)
 
     def rates(self) -> dict[str, float]:
@@ -171,7 +177,7 @@ class TokenMeter:
 
         Without tokens, only what was left out.
         """
-        imbalances, seconds = self._imbalances, time.perf_counter() - self._began
+        imbalances, taken, seconds = self._imbalances, self._taken, time.perf_counter() - self._began
         tokens, computed, _, capacity, flops, *times, steps = self._reduce()
         rates: dict[str, float] = {}
         # Nothing may have been trained since the last log; the ratios would then divide by zero.
@@ -180,6 +186,10 @@ class TokenMeter:
             rates["padding_computed"] = round(1 - tokens / computed, 4)
         if tokens and imbalances:
             rates["capacity_unused"] = round(1 - tokens / capacity, 4)
+            for name, (amount, limit) in taken.items():
+                rates[f"{name}_per_second"] = round(amount / seconds, 1)
+                if limit:
+                    rates[f"{name}_capacity_unused"] = round(1 - amount / limit, 4)
             rates["imbalance"] = round(sum(imbalances) / len(imbalances), 4)
             rates["flops_per_second"] = flops / seconds
             if self._peak is not None:
@@ -226,12 +236,24 @@ def num_parameters(model: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
-def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost:
-    """Cost of a sequence in this model: its FLOPs, or time steps and rows."""
+def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost | MultimodalCost:
+    """Cost of a sequence in this model: its FLOPs, or time steps and rows.
+
+    Of a tower that is frozen a third counts: it runs no backward.
+    """
     config = getattr(model, "config", None)
     if getattr(config, "cell", None) is not None:
         return RecurrentCost()
+    if getattr(config, "vision_config", None) is not None:
+        with suppress(InputError):  # no formula: as for other models, below
+            cost = MultimodalCost.from_config(config)
+            part = 1 if _trains_tower(model) else 1 / 3
+            return replace(cost, tower=TransformerCost(cost.tower.linear * part, cost.tower.quadratic * part))
     try:
         return TransformerCost.from_config(config)
     except InputError:  # a model we have no formula for: its matrices cost every token the same
         return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
+
+
+def _trains_tower(model: nn.Module) -> bool:
+    return any(each.requires_grad for name, each in model.named_parameters() if "vis" in name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,18 @@ from transformers.utils import logging
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
+from ullage.core.layout import Int64
 from ullage.core.replacing import replaced
 from ullage.exchange import exchange, gather_lengths, materialize
+from ullage.exchange.lengths import gather_or_fail
 from ullage.mixers.by_lengths import require_one_loss
 from ullage.mixers.wrappers import refuse_learned_prompt
-from ullage.planning import Plan, TransformerCost, plan
+from ullage.planning import MultimodalCost, Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
-from ullage.ranks import Topology
+from ullage.planning.placement import TOKENS
+from ullage.ranks import Topology, tried
 from ullage.training.batches import targets
+from ullage.training.batches.amounts import NAMES, amounts_of, stacked, unstacked
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import Division, OwnLoss, division_of, shares
@@ -60,6 +64,7 @@ class StepPlanner:
         options: of packing.
         cost: of the model.
         meets_every_microbatch: whether ranks wait for each other in each microbatch.
+        config: of the model, which tells what images take.
         times: what planning and exchanging took is added to them.
     """
 
@@ -67,6 +72,7 @@ class StepPlanner:
     options: PackingOptions
     cost: Cost
     meets_every_microbatch: bool
+    config: Any = None
     times: StepTimes = field(default_factory=StepTimes)
 
     def pack(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
@@ -76,24 +82,39 @@ class StepPlanner:
         """
         options = self.options
 
-        def planned(lengths: Any) -> Plan:
+        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
             if padded is None:
-                return self._plan(lengths, options.capacity, options.oversize)
+                return self._plan(lengths, amounts, options.capacities, options.oversize)
             asked = padded.planned_lengths(lengths, options.capacity, options.oversize)
-            made = self._plan(asked, options.capacity, options.oversize, padded.groups(len(lengths)))
+            made = self._plan(asked, amounts, options.capacities, options.oversize, padded.groups(len(lengths)))
             return replace(made, original_lengths=lengths)
 
         return self._exchange(batches, planned)
 
     def pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
         """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
-        least = self.options.capacity
-        return self._exchange(batches, lambda all: self._plan(all, max(least, int(all.max(initial=1))), "error"))
 
-    def _plan(self, lengths: Any, capacity: int, oversize: str, together: Any = None) -> Plan:
+        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
+            taken = {**amounts, TOKENS: lengths}
+            largest = {
+                name: max(limit, int(taken[name].max(initial=1)) if name in taken else 1)
+                for name, limit in self.options.capacities.items()
+            }
+            return self._plan(lengths, amounts, largest, "error")
+
+        return self._exchange(batches, planned)
+
+    def _plan(
+        self,
+        lengths: Int64,
+        amounts: dict[str, Int64],
+        capacities: Mapping[str, int],
+        oversize: str,
+        together: Any = None,
+    ) -> Plan:
         """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
         ranks = self.topology.dp.size
-        limits: dict[str, Any] = {"ranks": ranks, "capacity": capacity, "oversize": oversize}
+        limits: dict[str, Any] = {"ranks": ranks, "capacities": capacities, "oversize": oversize, "amounts": amounts}
         # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
         # the reduction of gradients.
         made = plan(
@@ -109,15 +130,18 @@ class StepPlanner:
         # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
         return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
-    def _exchange(self, batches: list[RaggedBatch], make_plan: Callable[[Any], Plan]) -> PackedBatch:
+    def _exchange(
+        self, batches: list[RaggedBatch], make_plan: Callable[[Int64, dict[str, Int64]], Plan]
+    ) -> PackedBatch:
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         times = self.times
         before = replace(times)
         with times.measure("exchange"):
             gathered = gather_lengths(lengths, self.topology)
+            amounts = self._gather_amounts(batches)
         with times.measure("plan"):
-            schedule = make_plan(gathered.lengths)
+            schedule = make_plan(gathered.lengths, amounts)
         with times.measure("exchange"):
             microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
         logger.debug(
@@ -129,6 +153,13 @@ class StepPlanner:
             times.exchange - before.exchange,
         )
         return PackedBatch(microbatches, schedule)
+
+    def _gather_amounts(self, batches: list[RaggedBatch]) -> dict[str, Int64]:
+        """What all sequences of all ranks take besides tokens. Collective, for models that take images only."""
+        if getattr(self.config, "vision_config", None) is None:
+            return {}
+        mine = tried(lambda: stacked([amounts_of(batch, self.config) for batch in batches]))
+        return unstacked(gather_or_fail(*mine, self.topology).lengths)
 
 
 class Packer:
@@ -267,6 +298,10 @@ class Packer:
     def _cost_of_model(self) -> Cost:
         return cost_of(self._reader.model)
 
+    @property
+    def _config(self) -> Any:
+        return getattr(self._reader.model, "config", None)
+
     @functools.cached_property
     def _num_parameters(self) -> int:
         return num_parameters(self._reader.model)
@@ -294,9 +329,13 @@ class Packer:
         tokens.
         """
         tokens, cost = batch.numel(), self._cost_of_model
+        lengths = np.concatenate([microbatch.layout.lengths for microbatch in batch.microbatches])
         if isinstance(cost, TransformerCost):
-            squares = sum(int((microbatch.layout.lengths**2).sum()) for microbatch in batch.microbatches)
-            return int(cost.training_flops(tokens, squares))
+            return int(cost.training_flops(tokens, int((lengths**2).sum())))
+        if isinstance(cost, MultimodalCost):
+            amounts = unstacked(stacked([amounts_of(each, self._config) for each in batch.microbatches]))
+            patches, squares = (int(amounts[name].sum()) for name in NAMES[:2])
+            return int(cost.training_flops(tokens, int((lengths**2).sum()), patches, squares))
         # Two FLOPs per parameter and token forward, four backward.
         return 6 * tokens * self._num_parameters
 
@@ -309,7 +348,7 @@ class Packer:
         self._meter.times.steps += 1
         meets = self.meets_every_microbatch
         planner = StepPlanner(
-            self._topology, self.options, self._cost_of_model, meets_every_microbatch=meets, times=self._meter.times
+            self._topology, self.options, self._cost_of_model, meets, config=self._config, times=self._meter.times
         )
         padded = self.padded_loss
         step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
@@ -456,11 +495,13 @@ class Packer:
         if (
             options is None
             or self.meets_every_microbatch
-            or int(targets.num_tokens_each(batch).sum()) <= options.capacity
+            or (not options.limits and int(targets.num_tokens_each(batch).sum()) <= options.capacity)
         ):
             return [batch]
         whole = targets.join_targets(batch)
         # An evaluated sequence is never cut or dropped: one over the capacity gets a microbatch of its length.
-        capacity = max(options.capacity, whole.max_seqlen)
-        schedule = plan(whole.layout.lengths, ranks=1, capacity=capacity, strategy="next_fit")
+        amounts = amounts_of(whole, self._config)
+        taken = {**amounts, TOKENS: whole.layout.lengths}
+        capacities = {name: max(limit, int(taken[name].max())) for name, limit in options.capacities.items()}
+        schedule = plan(whole.layout.lengths, ranks=1, capacities=capacities, amounts=amounts, strategy="next_fit")
         return [targets.split_targets(microbatch) for microbatch in materialize(schedule, whole, 0)]
