@@ -1,7 +1,8 @@
 """A batch of sequences of unequal length: flat values by name, and the layout that says where each sequence lies.
 
 Token-aligned fields are one tensor [T, ...] each, the sequences end to end, every slot's padding filled with zeros
-(-100 in labels). Per-sequence fields are [N, ...]. The lengths stay on the host, inside the :class:`Layout`, so no
+(-100 in labels). Per-sequence fields are [N, ...]. Fields by item, such as images, are the rows of all sequences end to
+end, and ``items`` has the layout of each (:mod:`ullage.core.items`). The lengths stay on the host, inside the :class:`Layout`, so no
 conversion asks a device how long anything is.
 
 A ``RaggedBatch`` is on purpose neither tuple, list, nor Mapping: training loops take those apart. It has ``to`` and
@@ -29,11 +30,13 @@ from ullage.core.columns import (
     behind_padding,
     fill_value,
     holding_ignored,
+    is_media,
     lay_out,
 )
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
-from ullage.core.layout import Layout, ranges
+from ullage.core.items import UnequalRows, join_items, padded_items, require_items, split_items
+from ullage.core.layout import Integers, Layout, ranges
 from ullage.core.rows import LENGTH_NAMES, usual_positions
 
 #: Fields that the ``repr`` names before it only counts.
@@ -44,23 +47,36 @@ class RaggedBatch(Shown):
     """Sequences of unequal length, laid end to end.
 
     ``values``: tensors by name, [layout.size, ...] for token-aligned fields and [layout.num_items, ...] for the names
-    in ``per_sequence``. Raises ``InputError`` for a tensor of another size.
+    in ``per_sequence``. ``items``: for fields by item the layout of the rows that each sequence has in [rows, ...]; an
+    :class:`~ullage.core.items.UnequalRows` where the tensor is flat. Raises ``InputError`` for a tensor of another size.
 
     >>> batch = RaggedBatch.from_samples([{"input_ids": [5, 6, 7], "id": 0}, {"input_ids": [8], "id": 1}])
     >>> batch["input_ids"], batch.cu_seqlens, batch["id"]
     (tensor([5, 6, 7, 8]), tensor([0, 3, 4], dtype=torch.int32), tensor([0, 1]))
     """
 
-    __slots__ = ("_values", "layout", "per_sequence")
+    __slots__ = ("_values", "items", "layout", "per_sequence")
 
     layout: Layout
     per_sequence: tuple[str, ...]
+    #: The rows of each sequence in each field by item; none in a batch of text.
+    items: dict[str, Layout]
 
-    def __init__(self, values: Mapping[str, Tensor], layout: Layout, per_sequence: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        layout: Layout,
+        per_sequence: Iterable[str] = (),
+        items: Mapping[str, Layout] | None = None,
+    ) -> None:
         self._values = dict(values)
         self.layout = layout
         self.per_sequence = tuple(name for name in per_sequence if name in self._values)
+        self.items = {name: rows for name, rows in items.items() if name in self._values} if items else {}
         for name, tensor in self._values.items():
+            if name in self.items:
+                require_items(name, tensor, self.items[name], layout.num_items)
+                continue
             size, unit = (layout.num_items, "sequences") if name in self.per_sequence else (layout.size, "tokens")
             if tensor.ndim == 0 or tensor.shape[0] != size:
                 raise InputError(
@@ -74,35 +90,53 @@ class RaggedBatch(Shown):
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[Mapping[str, Any]], pad_to_multiple_of: int = 1, per_sequence: Iterable[str] = ()
+        cls,
+        samples: Sequence[Mapping[str, Any]],
+        pad_to_multiple_of: int = 1,
+        per_sequence: Iterable[str] = (),
+        per_item: Iterable[str] = (),
     ) -> RaggedBatch:
         """A batch of samples, each a mapping of name to value.
 
         Arrays, tensors and lists are token-aligned and share one length per sample; numbers, 0-D arrays and whatever
-        ``per_sequence`` names are one value per sequence. Lists of integers become int64, lists of floats float32;
+        ``per_sequence`` names are one value per sequence. Images and what belongs to them (``pixel_values``,
+        ``image_grid_thw``, ... and whatever ``per_item`` names) have a number of rows of their own in each sample, and
+        none where a sample lacks the field; a field that no sample has rows of is left out. Lists of integers become int64, lists of floats float32;
         arrays keep their dtype, and where samples differ in it, torch's promotion decides. ``pad_to_multiple_of``
         rounds each slot up. Copies each value once and does not touch the samples. Raises ``InputError`` as
         :meth:`ullage.core.columns.Columns.read` does.
         """
         if len(samples) == 0:
             raise InputError("a batch needs at least one sample", found="none")
-        columns = Columns.read(samples, per_sequence)
+        columns = Columns.read(samples, per_sequence, per_item=per_item)
         assert columns.schema is not None
         layout = Layout(columns.lengths, pad_to_multiple_of)
         gaps = layout.slots - layout.lengths
-        values = {field.name: lay_out(field, columns.values[field.name], gaps) for field in columns.schema.fields}
-        return cls(values, layout, columns.schema.per_sequence)
+        values: dict[str, Tensor] = {}
+        items: dict[str, Layout] = {}
+        for field in columns.schema.fields:
+            column = columns.values[field.name]
+            if not field.per_item:
+                values[field.name] = lay_out(field, column, gaps)
+            elif joined := join_items(column):
+                values[field.name], items[field.name] = joined
+        return cls(values, layout, columns.schema.per_sequence, items)
 
     @classmethod
     def from_padded(
-        cls, fields: Mapping[str, Tensor], attention_mask: Tensor, per_sequence: Iterable[str] = ()
+        cls,
+        fields: Mapping[str, Tensor],
+        attention_mask: Tensor,
+        per_sequence: Iterable[str] = (),
+        items: Mapping[str, Integers | Layout] | None = None,
     ) -> RaggedBatch:
         """A batch of padded tensors: [N, L, ...] is token-aligned, [N] and the names in ``per_sequence`` are not.
 
         ``attention_mask`` [N, L] is 1 on the tokens of each row, which stand together: padding may be on the right,
         on the left, or both. Places of answers (``start_positions``, ``end_positions``) are counted from the first
-        token of the sequence afterwards. Waits for the device once, to read the lengths. Raises ``InputError`` for a
-        mask with holes, an empty row, and a shape that disagrees.
+        token of the sequence afterwards. ``items``: for fields by item, whose rows stand end to end, the rows of each
+        sequence. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with holes, an empty
+        row, a shape that disagrees, and for images of which nobody says whose they are.
         """
         if attention_mask.ndim != 2:
             raise InputError("attention_mask must be [N, L]", found=f"shape {list(attention_mask.shape)}")
@@ -116,8 +150,13 @@ class RaggedBatch(Shown):
         rows, width = host.shape
         values: dict[str, Tensor] = {}
         whole: list[str] = []
+        counted = {name: each if isinstance(each, Layout) else Layout(each) for name, each in (items or {}).items()}
         for name, tensor in fields.items():
-            if name not in declared and tensor.ndim >= 2 and tensor.shape[:2] == (rows, width):
+            if name not in counted and name not in declared and is_media(name):
+                counted[name] = _rows_of_one(name, tensor, rows)
+            if name in counted:
+                values[name] = tensor
+            elif name not in declared and tensor.ndim >= 2 and tensor.shape[:2] == (rows, width):
                 values[name] = tensor.flatten(0, 1).index_select(0, index.to(tensor.device))
             elif tensor.ndim >= 1 and tensor.shape[0] == rows and (name in declared or tensor.ndim == 1):
                 values[name] = _counted_from_tokens(name, tensor, host)
@@ -130,7 +169,7 @@ class RaggedBatch(Shown):
                     found=f"shape {list(tensor.shape)}",
                     hint=f"name it in per_sequence if it is [{rows}, ...] with one entry a sequence",
                 )
-        return cls(values, layout, whole)
+        return cls(values, layout, whole, counted)
 
     @classmethod
     def from_packed_sequence(cls, packed: PackedSequence, name: str = "input_ids") -> RaggedBatch:
@@ -171,6 +210,8 @@ class RaggedBatch(Shown):
         yield quantity(self.layout.num_items, "sequence")
         yield quantity(self.layout.num_tokens, "token")
         yield f"ullage {100 * self.layout.ullage:.1f} %"
+        for name, rows in self.items.items():
+            yield f"{quantity(rows.num_tokens, 'row')} of {name}"
         # Leaves may be anything while a pytree is being mapped.
         shown = list(self._values.items())
         for name, leaf in shown[:_NAMED]:
@@ -195,7 +236,16 @@ class RaggedBatch(Shown):
     @property
     def schema(self) -> Schema:
         """Name, dtype, shape of an entry and unit of each field, in order."""
-        return Schema.of(self._values, self.per_sequence)
+        dims = {
+            name: 1 + len(rows.dims[0]) if isinstance(rows, UnequalRows) else self._values[name].ndim
+            for name, rows in self.items.items()
+        }
+        return Schema.of(self._values, self.per_sequence, dims)
+
+    @property
+    def per_item(self) -> tuple[str, ...]:
+        """The names of the fields by item, in order."""
+        return tuple(self.items)
 
     @property
     def device(self) -> torch.device:
@@ -233,9 +283,17 @@ class RaggedBatch(Shown):
     # Conversions.
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """One dict per sequence, views of the batch: token-aligned fields [length, ...], the others one entry each."""
+        """One dict per sequence, views of the batch.
+
+        Token-aligned fields [length, ...], fields by item [rows, ...] where the sequence has any, the others one entry
+        each.
+        """
         columns = self.columns().values
-        return [{name: column[i] for name, column in columns.items()} for i in range(self.layout.num_items)]
+        samples = [{name: column[i] for name, column in columns.items()} for i in range(self.layout.num_items)]
+        for name, rows in self.items.items():
+            for i in np.flatnonzero(rows.lengths == 0).tolist():
+                del samples[i][name]
+        return samples
 
     def columns(self) -> Columns:
         """The sequences by column, as the exchange reads them: one view per sequence and field, nothing is copied."""
@@ -243,20 +301,29 @@ class RaggedBatch(Shown):
         # Token, padding, token, padding, ...: every second part is a sequence.
         parts = np.stack([layout.lengths, layout.slots - layout.lengths], 1).reshape(-1).tolist()
         values = {
-            name: list(tensor.unbind() if name in self.per_sequence else tensor.split(parts)[::2])
+            name: split_items(tensor, self.items[name])
+            if name in self.items
+            else list(tensor.unbind() if name in self.per_sequence else tensor.split(parts)[::2])
             for name, tensor in self._values.items()
         }
         return Columns(self.schema, values, layout.lengths)
 
-    def select(self, names: Iterable[str]) -> RaggedBatch:
-        """The same batch with these fields only. Raises ``InputError`` for a name that it does not have."""
-        for name in (names := tuple(names)):
-            if name not in self._values:
+    def select(self, names: Iterable[str], per_item: Iterable[str] = ()) -> RaggedBatch:
+        """The same batch with these fields only.
+
+        A field of images, or one that ``per_item`` names, may be missing: its sequences have no rows of it. Raises
+        ``InputError`` for any other name that the batch does not have.
+        """
+        names, optional = tuple(names), set(per_item)
+        for name in names:
+            if name not in self._values and name not in optional and not is_media(name):
                 raise InputError("no such field in the batch", expected=list(self._values), found=repr(name))
-        return RaggedBatch({name: self._values[name] for name in names}, self.layout, self.per_sequence)
+        return self._with({name: self._values[name] for name in names if name in self._values})
 
     def to_padded(self, padding_value: float | Mapping[str, float] = 0, side: str = "right") -> dict[str, Tensor]:
         """Padded tensors [N, L, ...] by name, with ``attention_mask`` [N, L] int64; per-sequence fields as they are.
+
+        Fields by item are the rows of all sequences end to end, as :meth:`to_flattened` has them.
 
         ``padding_value``: for all fields or by name; labels are padded with -100 unless named, and become int64 where
         their dtype has no such number. ``side``: of the padding; behind padding on the left, the places of answers
@@ -271,6 +338,9 @@ class RaggedBatch(Shown):
         index = torch.from_numpy(ranges(begin, layout.lengths)).to(self.device)
         padded: dict[str, Tensor] = {}
         for name, tensor in self._values.items():
+            if name in self.items:
+                padded[name] = padded_items(tensor, self.items[name])
+                continue
             if name in self.per_sequence:
                 is_place = side == "left" and name in POSITION_NAMES
                 padded[name] = self._in_rows(tensor, width) if is_place else tensor
@@ -322,9 +392,17 @@ class RaggedBatch(Shown):
         loss that shifts never crosses a boundary; labels of a dtype without that number become int64. Where slots have
         padding, it stays in the row: cu_seq_lens bound the slots, and the padding's positions are 0, by which our
         recurrent models tell it from tokens. Names as transformers' ``DataCollatorWithFlattening`` writes them.
+
+        With items, also their fields [rows, ...], the rows of all sequences end to end, zeros behind rows of smaller
+        dims; and ``cu_seq_items``, by name the rows cumulated by sequence, int32 [N + 1] on the host. It is for a model
+        that :func:`ullage.pack_model` made take it: any other would let the sequences of a row see each other's images.
         """
         layout = self.layout
-        row = {name: tensor[None] for name, tensor in self._values.items() if name not in self.per_sequence}
+        aside = (*self.per_sequence, *self.items)
+        row: dict[str, Any] = {name: tensor[None] for name, tensor in self._values.items() if name not in aside}
+        if self.items:
+            row |= {name: padded_items(self._values[name], rows) for name, rows in self.items.items()}
+            row["cu_seq_items"] = {name: torch.from_numpy(rows.cu_seqlens) for name, rows in self.items.items()}
         for name in LABEL_NAMES:
             if name in row:
                 row[name] = self._labels(name)[None]
@@ -351,13 +429,13 @@ class RaggedBatch(Shown):
         there = np.concatenate([layout.lengths > 0, layout.slots > 0])
         last = torch.from_numpy(ends[there]).to(labels.device)
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
-        return RaggedBatch({**self._values, "shift_labels": shifted}, layout, self.per_sequence)
+        return self._with({**self._values, "shift_labels": shifted})
 
     def placeholder(self, lengths: Sequence[int] | None = None, *, counts: bool = False, **values: int) -> RaggedBatch:
         """A batch that counts nowhere: what a rank runs for an empty microbatch.
 
-        The same fields on the same device; one slot of one element that is all padding, label -100, so that
-        ``numel()`` is 0 while a model that needs at least one token has one.
+        The same fields on the same device, without items; one slot of one element that is all padding, label -100, so
+        that ``numel()`` is 0 while a model that needs at least one token has one.
 
         Args:
             lengths: of sequences of tokens in its place.
@@ -367,6 +445,8 @@ class RaggedBatch(Shown):
         layout = Layout.from_slots([0], [1]) if lengths is None else Layout(lengths)
         made = {}
         for name, tensor in self._values.items():
+            if name in self.items:
+                continue
             size = layout.num_items if name in self.per_sequence else layout.size
             fill = values.get(name, 0 if counts else fill_value(name, tensor.dtype))
             made[name] = tensor.new_full((size, *tensor.shape[1:]), fill)
@@ -376,8 +456,11 @@ class RaggedBatch(Shown):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RaggedBatch:
         """The same batch with ``function`` applied to each tensor."""
-        values = {name: function(tensor) for name, tensor in self._values.items()}
-        return RaggedBatch(values, self.layout, self.per_sequence)
+        return self._with({name: function(tensor) for name, tensor in self._values.items()})
+
+    def _with(self, values: Mapping[str, Tensor]) -> RaggedBatch:
+        """A batch of the same sequences with other values; names that this one has keep their unit."""
+        return RaggedBatch(values, self.layout, self.per_sequence, self.items)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> RaggedBatch:
         """The same batch with its values on ``device``; the layout stays on the host."""
@@ -409,8 +492,9 @@ class RaggedBatch(Shown):
         return places + starts.view(-1, *[1] * (places.ndim - 1))
 
     def _require_token_aligned(self, name: str) -> None:
-        if name not in self._values or name in self.per_sequence:
-            aligned = [n for n in self._values if n not in self.per_sequence]
+        aside = (*self.per_sequence, *self.items)
+        if name not in self._values or name in aside:
+            aligned = [n for n in self._values if n not in aside]
             raise InputError("no such token-aligned field", expected=f"one of {aligned}", found=repr(name))
 
 
@@ -420,6 +504,19 @@ def _counted_from_tokens(name: str, tensor: Tensor, mask: np.ndarray) -> Tensor:
     if name not in POSITION_NAMES or not starts.any():
         return tensor
     return behind_padding(tensor, torch.from_numpy(starts).to(tensor.device).view(-1, *[1] * (tensor.ndim - 1)))
+
+
+def _rows_of_one(name: str, tensor: Tensor, num_sequences: int) -> Layout:
+    """The rows of a field of images where there is one sequence, whose they are. Raises ``InputError`` for several."""
+    if num_sequences != 1 or tensor.ndim == 0:
+        raise InputError(
+            "nobody says which images belong to which sequence",
+            where=f"field {name!r}",
+            expected=f"items={{{name!r}: [rows of each of the {num_sequences} sequences]}}",
+            found=f"shape {list(tensor.shape)}",
+            hint="name it in per_sequence if it has one entry a sequence",
+        )
+    return Layout([tensor.shape[0]])
 
 
 def _require_rows(mask: np.ndarray) -> None:
@@ -442,13 +539,13 @@ def _require_rows(mask: np.ndarray) -> None:
 
 
 def _flatten(batch: RaggedBatch) -> tuple[list[Tensor], Any]:
-    return [batch[name] for name in batch.names], (batch.names, batch.layout, batch.per_sequence)
+    return [batch[name] for name in batch.names], (batch.names, batch.layout, batch.per_sequence, batch.items)
 
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> RaggedBatch:
-    names, layout, per_sequence = context
     batch = object.__new__(RaggedBatch)  # leaves may be anything while a pytree is being mapped
-    batch._values, batch.layout, batch.per_sequence = dict(zip(names, leaves)), layout, per_sequence
+    names, batch.layout, batch.per_sequence, batch.items = context
+    batch._values = dict(zip(names, leaves))
     return batch
 
 

@@ -1,9 +1,11 @@
 """Fields of a batch, and columns of samples by field: the only reader of samples.
 
 A sample is a mapping of names to values. Arrays, tensors and lists are token-aligned (one entry per token, all of one
-length within a sample); numbers, 0-D arrays and the fields declared ``per_sequence`` are one entry per sequence. Lists
-of integers become int64, lists of floats float32; arrays and tensors keep their dtype and are not copied. Where samples
-differ in the dtype of a field, all of them get the dtype that torch promotes them to.
+length within a sample); numbers, 0-D arrays and the fields declared ``per_sequence`` are one entry per sequence. Fields
+of images and the like (:func:`is_media`, or declared ``per_item``) have a number of rows of their own in each sample,
+none where a sample lacks the field, see :mod:`ullage.core.items`. Lists of integers become int64, lists of floats
+float32; arrays and tensors keep their dtype and are not copied. Where samples differ in the dtype of a field, all of
+them get the dtype that torch promotes them to.
 
 A :class:`Schema` holds the names, dtypes and shapes of the fields: what ranks must agree on before bytes can travel
 without descriptions of their own. Given a schema and the lengths, both ends of a transfer know the size and the place
@@ -16,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ullage.core.errors import InputError
+from ullage.core.items import require_uncut
 from ullage.core.layout import Int64, Layout
 
 #: The label that no loss counts.
@@ -30,6 +34,9 @@ IGNORED_LABEL = -100
 LABEL_NAMES = ("labels", "shift_labels")
 #: Fields that hold places in a row, counted from its first token: the answer to a question, the token of a class.
 POSITION_NAMES = ("start_positions", "end_positions", "cls_index")
+#: Fields of images and clips, as the processors of transformers name them: whole names, and beginnings of names.
+_MEDIA = frozenset({"second_per_grid_ts", "spatial_shapes", "num_crops"})
+_MEDIA_BEGINNINGS = ("pixel_", "image_", "video_", "aspect_ratio_")
 #: Every block of bytes begins on such a boundary: enough for a view as any dtype, and what NCCL prefers.
 ALIGNMENT = 16
 
@@ -37,6 +44,15 @@ ALIGNMENT = 16
 def is_target(name: str) -> bool:
     """Whether a field of an encoder-decoder's batch belongs to its targets; the others belong to its sources."""
     return name == "labels" or name.startswith("decoder_")
+
+
+def is_media(name: str) -> bool:
+    """Whether a field holds images or what belongs to them, with a number of rows of its own for each sequence.
+
+    >>> [name for name in ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids") if is_media(name)]
+    ['pixel_values', 'image_grid_thw']
+    """
+    return name.startswith(_MEDIA_BEGINNINGS) or name in _MEDIA
 
 
 def fill_value(name: str, dtype: torch.dtype) -> int:
@@ -68,6 +84,10 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+#: Of batches of text.
+NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of a batch.
@@ -75,28 +95,42 @@ class Field:
     Attributes:
         name: of the field.
         dtype: of its values.
-        shape: of one entry, without the dimension of tokens or sequences.
+        shape: of one entry, without the dimension of tokens or sequences; -1 for each dim of a field by item, whose
+            rows may have other dims in each sequence.
         per_sequence: whether there is one entry per sequence, and not one per token.
+        per_item: whether each sequence has a number of rows of its own. In a block of bytes their elements are entries.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     per_sequence: bool = False
+    per_item: bool = False
+
+    @classmethod
+    def of_items(cls, name: str, dtype: torch.dtype, ndim: int) -> Field:
+        """The field of tensors [rows, ...] of so many dims, that has a number of rows for each sequence."""
+        return cls(name, dtype, (-1,) * (ndim - 1), per_item=True)
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry."""
-        return self.dtype.itemsize * math.prod(self.shape)
+        return self.dtype.itemsize * (1 if self.per_item else math.prod(self.shape))
 
-    def num_bytes(self, num_sequences: int, num_tokens: int) -> int:
-        """Bytes of the block that holds this field of so many sequences, rounded up to the alignment of blocks."""
-        return aligned(self.entry_bytes * (num_sequences if self.per_sequence else num_tokens))
+    def entries(self, num_sequences: Any, num_tokens: Any, elements: Mapping[str, Any] = NO_ITEMS) -> Any:
+        """Entries of so many sequences; ``elements``: of each field by item."""
+        if self.per_item:
+            return elements[self.name]
+        return num_sequences if self.per_sequence else num_tokens
+
+    def num_bytes(self, entries: int) -> int:
+        """Bytes of the block that holds so many entries, rounded up to the alignment of blocks."""
+        return aligned(self.entry_bytes * entries)
 
     def view(self, buffer: Tensor, start: int, entries: int) -> Tensor:
         """So many entries in a buffer of bytes, from byte ``start`` on, typed: a view."""
         flat = buffer[start : start + entries * self.entry_bytes].view(self.dtype)
-        return flat.view(entries, *self.shape) if self.shape else flat
+        return flat.view(entries, *self.shape) if self.shape and not self.per_item else flat
 
     @property
     def padding(self) -> int:
@@ -104,11 +138,17 @@ class Field:
         return fill_value(self.name, self.dtype)
 
     @property
-    def untyped(self) -> tuple[str, tuple[int, ...], bool]:
+    def untyped(self) -> tuple[str, tuple[int, ...], bool | str]:
         """The properties that must be equal before dtypes can be promoted: name, shape and unit."""
-        return self.name, self.shape, self.per_sequence
+        return self.name, self.shape, self._unit
+
+    @property
+    def _unit(self) -> bool | str:
+        return "item" if self.per_item else self.per_sequence
 
     def __str__(self) -> str:
+        if self.per_item:
+            return f"{str(self.dtype)[6:]} per item of {len(self.shape) + 1} dims"
         unit = "per sequence" if self.per_sequence else "per token"
         return f"{str(self.dtype)[6:]} {unit}" + (f" of shape {list(self.shape)}" if self.shape else "")
 
@@ -120,10 +160,22 @@ class Schema:
     fields: tuple[Field, ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, Tensor], per_sequence: Iterable[str]) -> Schema:
-        """The schema of flat tensors [T, ...], and [N, ...] for the names in ``per_sequence``."""
+    def of(
+        cls, values: Mapping[str, Tensor], per_sequence: Iterable[str], items: Mapping[str, int] = NO_ITEMS
+    ) -> Schema:
+        """The schema of flat tensors [T, ...], and [N, ...] for the names in ``per_sequence``.
+
+        ``items``: dims of the fields by item.
+        """
         whole = set(per_sequence)
-        return cls(tuple(Field(n, t.dtype, tuple(t.shape[1:]), n in whole) for n, t in values.items()))
+        return cls(
+            tuple(
+                Field.of_items(n, t.dtype, items[n])
+                if n in items
+                else Field(n, t.dtype, tuple(t.shape[1:]), n in whole)
+                for n, t in values.items()
+            )
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,25 +187,42 @@ class Schema:
         """The names of the fields with one entry per sequence."""
         return tuple(field.name for field in self.fields if field.per_sequence)
 
-    def num_bytes(self, num_sequences: int, num_tokens: int) -> int:
-        """Bytes of the blocks of all fields of so many sequences."""
-        return sum(field.num_bytes(num_sequences, num_tokens) for field in self.fields)
+    @property
+    def per_item(self) -> tuple[str, ...]:
+        """The names of the fields with a number of rows for each sequence."""
+        return tuple(field.name for field in self.fields if field.per_item)
 
-    def block_bytes(self, num_sequences: Int64, num_tokens: Int64) -> Int64:
+    def beside_items(self) -> Schema:
+        """The fields by token and by sequence, which every sequence has."""
+        return Schema(tuple(field for field in self.fields if not field.per_item)) if self.per_item else self
+
+    def num_bytes(self, num_sequences: int, num_tokens: int, elements: Mapping[str, int] = NO_ITEMS) -> int:
+        """Bytes of the blocks of all fields of so many sequences; ``elements``: of each field by item."""
+        return sum(field.num_bytes(field.entries(num_sequences, num_tokens, elements)) for field in self.fields)
+
+    def block_bytes(self, num_sequences: Int64, num_tokens: Int64, elements: Mapping[str, Int64] = NO_ITEMS) -> Int64:
         """:meth:`num_bytes` of many ranks' blocks at once."""
         total = np.zeros(len(num_sequences), np.int64)
         for field in self.fields:
-            entries = num_sequences if field.per_sequence else num_tokens
+            entries = field.entries(num_sequences, num_tokens, elements)
             total += -(-field.entry_bytes * entries // ALIGNMENT) * ALIGNMENT
         return total
 
-    def blocks(self, buffer: Tensor, start: int, num_sequences: int, num_tokens: int) -> dict[str, Tensor]:
-        """The typed views of every field in the ``buffer`` of bytes from ``start``."""
+    def blocks(
+        self,
+        buffer: Tensor,
+        start: int,
+        num_sequences: int,
+        num_tokens: int,
+        elements: Mapping[str, int] = NO_ITEMS,
+    ) -> dict[str, Tensor]:
+        """The typed views of every field in the ``buffer`` of bytes from ``start``; flat ones of fields by item."""
         # Field by field from ``start``, each on an aligned boundary: both ends of a transfer walk this order.
         views = {}
         for field in self.fields:
-            views[field.name] = field.view(buffer, start, num_sequences if field.per_sequence else num_tokens)
-            start += field.num_bytes(num_sequences, num_tokens)
+            entries = int(field.entries(num_sequences, num_tokens, elements))
+            views[field.name] = field.view(buffer, start, entries)
+            start += field.num_bytes(entries)
         return views
 
     def by_name(self) -> Schema:
@@ -162,12 +231,17 @@ class Schema:
 
     def to_list(self) -> list[Any]:
         """The fields as JSON takes them."""
-        return [[f.name, str(f.dtype)[6:], list(f.shape), f.per_sequence] for f in self.fields]
+        return [[f.name, str(f.dtype)[6:], list(f.shape), f._unit] for f in self.fields]
 
     @classmethod
     def from_list(cls, rows: list[Any]) -> Schema:
         """The inverse of :meth:`to_list`."""
-        return cls(tuple(Field(name, getattr(torch, dtype), tuple(s), whole) for name, dtype, s, whole in rows))
+        return cls(
+            tuple(
+                Field(name, getattr(torch, dtype), tuple(shape), unit is True, unit == "item")
+                for name, dtype, shape, unit in rows
+            )
+        )
 
     def pack(
         self,
@@ -177,11 +251,15 @@ class Schema:
     ) -> list[dict[str, Tensor]]:
         """The flat tensors of each layout, by name; one copy, and nothing is shared with ``values``.
 
+        Fields by item are left out: see :func:`ullage.core.items.join_items`.
+
         Args:
             values: for each field one tensor per sequence, layout after layout; each as long as its layout says.
             layouts: one per result; those without items get tensors of no entries.
             device: where those lie if there are no sequences at all; otherwise all lie where ``values`` do.
         """
+        if self.per_item:
+            return self.beside_items().pack(values, layouts, device)
         num_sequences = sum(layout.num_items for layout in layouts)
         if not num_sequences:
             # No value tells the device then, so the caller names it.
@@ -230,6 +308,16 @@ def lay_out(field: Field, values: Sequence[Tensor], gaps: Int64, out: Tensor | N
     return torch.cat(list(values), out=out)
 
 
+def items_of(schemas: Iterable[Schema]) -> dict[str, list[Field]]:
+    """The fields by item of several schemas, by name. One that lacks a field has no rows of it."""
+    found: dict[str, list[Field]] = {}
+    for schema in schemas:
+        for field in schema.fields:
+            if field.per_item:
+                found.setdefault(field.name, []).append(field)
+    return found
+
+
 def promoted(fields: Sequence[Field]) -> Field:
     """One field for several that differ in dtype only. Raises ``TypeError`` for dtypes that torch does not promote."""
     try:
@@ -256,6 +344,8 @@ class Columns:
         per_sequence: Iterable[str] = (),
         fields: Sequence[str] | None = None,
         where: Callable[[int], str] = lambda i: f"sample {i}",
+        *,
+        per_item: Iterable[str] = (),
     ) -> Columns:
         """The samples by column. Copies what is converted or promoted and nothing else; never writes to a sample.
 
@@ -264,6 +354,8 @@ class Columns:
             per_sequence: names of fields with one entry per sequence although their values are arrays.
             fields: the names to read; ``None`` reads all, and then all samples must have the same.
             where: what to call sample *i* in an error.
+            per_item: names of fields with a number of rows of their own in each sample, beside those of
+                :func:`is_media`. Samples may lack them; one that no sample has rows of is left out.
 
         Raises ``InputError`` that names sample and field for a field that is missing or superfluous, not numeric, of
         another shape than in the first sample, or of another length than the sample's other fields; and for an empty
@@ -271,10 +363,26 @@ class Columns:
         """
         if not len(samples):
             return cls(None, {}, np.zeros(0, np.int64))
-        names = _names(samples, fields, where)
-        declared = set(per_sequence)
-        values = {name: _column(samples, name, where) for name in names}
-        schema = Schema(tuple(_field(name, values[name], name in declared, where) for name in names))
+        declared, items = set(per_sequence), set(per_item)
+
+        def is_by_item(name: str) -> bool:
+            return name in items or (is_media(name) and name not in declared)
+
+        names = _names(samples, fields, where, is_by_item)
+        by_item = {name: _item_column(samples, name, where) for name in names if is_by_item(name)}
+        values = {name: by_item[name] if name in by_item else _column(samples, name, where) for name in names}
+        # What nobody has rows of is no field.
+        values = {name: column for name, column in values.items() if column}
+        # Of numbers there is one for each sample, whatever their name.
+        numbers = {name for name in by_item if name in values and values[name][0].ndim == 0}
+        schema = Schema(
+            tuple(
+                _item_field(name, column, where)
+                if name in by_item and name not in numbers
+                else _field(name, column, name in declared, where)
+                for name, column in values.items()
+            )
+        )
         return cls(schema, _cast(values, schema), _lengths(schema, values, where))
 
     @property
@@ -288,7 +396,7 @@ class Columns:
         present = [part for part in parts if part.schema is not None]
         if len(present) <= 1:
             return present[0] if present else cls(None, {}, np.zeros(0, np.int64))
-        schemas = [part.schema.by_name() for part in present if part.schema is not None]
+        schemas = [part.schema.beside_items().by_name() for part in present if part.schema is not None]
         for k, schema in enumerate(schemas):
             if [field.untyped for field in schema.fields] != [field.untyped for field in schemas[0].fields]:
                 raise InputError(
@@ -299,9 +407,34 @@ class Columns:
                 )
         # The first part with samples decides the order of the fields.
         kinds = {field.name: [schema.fields[i] for schema in schemas] for i, field in enumerate(schemas[0].fields)}
-        schema = Schema(tuple(_promoted(kinds[name], lambda: "batches") for name in present[0].values))
-        values = {name: [value for part in present for value in part.values[name]] for name in schema.names}
+        items = items_of([part.schema for part in present if part.schema is not None])
+        for name, (expected, *others) in items.items():
+            for found in others:
+                if found.untyped != expected.untyped:
+                    raise InputError(
+                        "batches have different fields", where=f"field {name!r}", expected=expected, found=found
+                    )
+        kinds = {name: kinds[name] for name in present[0].values if name in kinds} | items
+        schema = Schema(tuple(_promoted(fields, lambda: "batches") for fields in kinds.values()))
+        values = {
+            field.name: [value for part in present for value in part.values.get(field.name) or part.no_rows(field)]
+            for field in schema.fields
+        }
         return cls(schema, _cast(values, schema), np.concatenate([part.lengths for part in present]))
+
+    def no_rows(self, field: Field) -> list[Tensor]:
+        """What the samples have of a field by item that none of them has."""
+        return [torch.empty((0, *map(abs, field.shape)), dtype=field.dtype, device=self.device)] * len(self.lengths)
+
+    @property
+    def shapes(self) -> dict[str, Int64]:
+        """Of each field by item the shapes of the samples' values, int64 [n, dims]."""
+        names = () if self.schema is None else self.schema.per_item
+        return {name: np.array([value.shape for value in self.values[name]], np.int64) for name in names}
+
+    def require_uncut(self, kept: Int64, where: Callable[[int], str]) -> None:
+        """Raise ``InputError`` for the first sample with items of which not all tokens are ``kept`` [n]."""
+        require_uncut(self.values, () if self.schema is None else self.schema.per_item, self.lengths, kept, where)
 
     def rows(self, rows: Sequence[int], lengths: Int64) -> dict[str, list[Tensor]]:
         """The values of the samples ``rows``, cut to the first ``lengths`` tokens each: views."""
@@ -309,7 +442,7 @@ class Columns:
         # Only truncated sequences need a view of their own.
         short = np.flatnonzero(lengths < self.lengths[np.asarray(rows, np.int64)]).tolist()
         for field in self.schema.fields if short and self.schema is not None else ():
-            if not field.per_sequence:
+            if not field.per_sequence and not field.per_item:
                 column = values[field.name]
                 for i in short:
                     column[i] = column[i][: int(lengths[i])]
@@ -373,10 +506,62 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str, where: Callable[[in
     return column
 
 
+def _item_column(samples: Sequence[Mapping[str, Any]], name: str, where: Callable[[int], str]) -> list[Tensor]:
+    """The rows [rows, ...] that each sample has of a field; no tensors at all where no sample has any."""
+    column: list[Tensor | None] = []
+    for i, sample in enumerate(samples):
+        value = sample.get(name)
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, np.ndarray)):
+            value = _rows_of(value, name, where(i))
+        value = None if value is None else sample_value([{name: value}], 0, name, lambda _, i=i: where(i))
+        column.append(None if value is not None and value.ndim and not len(value) else value)
+    first = next((value for value in column if value is not None), None)
+    if first is None:
+        return []
+    if first.ndim == 0 and None in column:
+        i = column.index(None)
+        raise InputError("a sample lacks a field", where=f"{where(i)}, field {name!r}", found=f"fields {[*samples[i]]}")
+    nothing = first if first.ndim == 0 else first.new_empty((0, *first.shape[1:]))
+    return [nothing if value is None else value for value in column]
+
+
+def _rows_of(rows: Sequence[Any], name: str, where: str) -> Tensor:
+    """Rows given one by one as one tensor [rows, ...]."""
+    tensors = [torch.as_tensor(row) for row in rows]
+    odd = next((tensor for tensor in tensors if tensor.shape != tensors[0].shape), None)
+    if odd is not None:
+        raise InputError(
+            "the rows of a sample have different shapes",
+            where=f"{where}, field {name!r}",
+            expected=f"shape {list(tensors[0].shape)}",
+            found=f"shape {list(odd.shape)}",
+            hint="give one tensor [rows, ...], as the processor of the model makes it",
+        )
+    return torch.stack(tensors)
+
+
+def _item_field(name: str, column: list[Tensor], where: Callable[[int], str]) -> Field:
+    """The field that the rows of samples make, whose dims may differ but not their number."""
+    there = [i for i, value in enumerate(column) if len(value)]
+    fields = [Field.of_items(name, column[i].dtype, column[i].ndim) for i in there]
+    for i, field in zip(there, fields):
+        if field.untyped != fields[0].untyped:
+            raise InputError(
+                "a field is not the same in all samples",
+                where=f"{where(i)}, field {name!r}",
+                expected=f"{column[there[0]].ndim} dims, [rows, ...]",
+                found=f"shape {list(column[i].shape)}",
+            )
+    return _promoted(fields, lambda: where(there[-1]))
+
+
 def _names(
-    samples: Sequence[Mapping[str, Any]], fields: Sequence[str] | None, where: Callable[[int], str]
+    samples: Sequence[Mapping[str, Any]],
+    fields: Sequence[str] | None,
+    where: Callable[[int], str],
+    is_by_item: Callable[[str], bool],
 ) -> list[str]:
-    """The fields to read, which every sample has, and no others unless they are named."""
+    """The fields to read, which every sample has but for those by item, and no others unless they are named."""
     for i, sample in enumerate(samples):
         if not isinstance(sample, dict) and not isinstance(sample, Mapping):
             raise InputError(
@@ -388,8 +573,10 @@ def _names(
     for i, sample in enumerate(samples):
         if sample.keys() == known:
             continue
-        missing = [name for name in names if name not in sample]
+        missing = [name for name in names if name not in sample and not is_by_item(name)]
         extra = [] if fields is not None or missing else [name for name in sample if name not in known]
+        if extra and (items := [name for name in extra if is_by_item(name)]):
+            names, known, extra = names + items, known | set(items), [name for name in extra if name not in items]
         if missing or extra:
             raise InputError(
                 "a sample lacks a field" if missing else "a sample has a field that others have not",
@@ -448,7 +635,7 @@ def _cast(values: dict[str, list[Tensor]], schema: Schema) -> dict[str, list[Ten
 
 def _lengths(schema: Schema, values: Mapping[str, list[Tensor]], where: Callable[[int], str]) -> Int64:
     """The length of each sample, which all its token-aligned fields share."""
-    names = [field.name for field in schema.fields if not field.per_sequence]
+    names = [field.name for field in schema.fields if not (field.per_sequence or field.per_item)]
     if not names:
         raise InputError(
             "no field is token-aligned",

@@ -324,6 +324,8 @@ class PackedIterator:
             One of ``datasets`` with shards is then read by shards, a sample of each in turn.
         fields: the names to carry, which every sample must have; ``None`` carries all.
         per_sequence: names of fields with one entry per sequence although they are arrays.
+        per_item: names of fields with a number of rows for each sequence, beside those of images, which are known. A
+            step's microbatch has those of which its sequences have rows.
         stage_fields: function of pipeline stage and number of stages to the fields that this stage gets.
         cp_order: how ``shards`` are cut, see :meth:`ullage.Layout.cut`; ``None`` cuts none.
         device: where steps are put when they are taken; ``None`` leaves them on the host.
@@ -347,6 +349,7 @@ class PackedIterator:
         shared: bool | None = None,
         fields: Sequence[str] | None = None,
         per_sequence: Sequence[str] = (),
+        per_item: Sequence[str] = (),
         stage_fields: StageFields | None = None,
         cp_order: str | None = "zigzag",
         device: torch.device | str | int | None = None,
@@ -366,6 +369,7 @@ class PackedIterator:
             options = {name: _plain(value) for name, value in sorted(plan_options.items())}
             settings = numbers | {"prefetch": prefetch, "cp_order": cp_order, "plan options": options}
             settings |= {"fields": fields and list(fields), "per_sequence": sorted(per_sequence)}
+            settings |= {"per_item": sorted(per_item)}
             return {"settings": settings, "source": describe(samples, topology, shared)}
 
         records = compare_topologies(topology, *tried(local))
@@ -379,6 +383,7 @@ class PackedIterator:
             global_batch_size=global_batch_size,
             make_plan=_planner(topology, capacity, pad_to_multiple_of, cp_order, plan_options),
             per_sequence=tuple(per_sequence),
+            per_item=tuple(per_item),
             fields=None if fields is None else tuple(fields),
             stage_fields=stage_fields,
             cp_order=cp_order,

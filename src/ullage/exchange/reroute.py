@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import Columns, Field, Schema, promoted
+from ullage.core.columns import Columns, Field, Schema, items_of, promoted
 from ullage.core.errors import DistributedError, InputError
-from ullage.core.layout import Layout
+from ullage.core.items import join_items
+from ullage.core.layout import Int64, Layout
 from ullage.exchange.lengths import Lengths
 from ullage.exchange.transfer import Parcel, route, unpack, write_blocks
 from ullage.planning.plans import Plan
@@ -54,11 +55,13 @@ def exchange(
     *,
     per_sequence: Iterable[str] = (),
     fields: Sequence[str] | None = None,
+    per_item: Iterable[str] = (),
 ) -> list[RaggedBatch]:
     """This rank's microbatches, the sequences of each in the order of ``plan.members``.
 
     A microbatch without sequences is an empty batch that knows its fields. Sequences that the plan cut short arrive
-    cut, and those it dropped not at all. Nothing has gradients.
+    cut, and those it dropped not at all. Items (images) go with their sequences, and a microbatch knows the fields of
+    those that it has. Nothing has gradients.
 
     Args:
         plan: made from ``gathered.lengths``, the same on every rank.
@@ -68,22 +71,31 @@ def exchange(
         gathered: what :func:`gather_lengths` returned.
         per_sequence: for samples, the fields with one entry per sequence although they are arrays; numbers always are.
         fields: the names to exchange; all if it is ``None``.
+        per_item: for samples, the fields with a number of rows for each, beside those of images.
 
     Collective over dp. Host tensors unless the group takes device tensors only. Raises ``InputError`` on the rank whose
     samples are at fault and ``DistributedError`` on the others, or on all where ranks disagree.
     """
-    columns, failure = tried(lambda: _columns_of(batch, per_sequence, fields, lambda i: _local_sample(i, topology.dp)))
+    columns, failure = tried(
+        lambda: _columns_of(batch, per_sequence, fields, lambda i: _local_sample(i, topology.dp), per_item)
+    )
     return exchange_columns(plan, columns, failure, topology, gathered)
 
 
 def _columns_of(
-    batch: Samples, per_sequence: Iterable[str], fields: Sequence[str] | None, where: Callable[[int], str]
+    batch: Samples,
+    per_sequence: Iterable[str],
+    fields: Sequence[str] | None,
+    where: Callable[[int], str],
+    per_item: Iterable[str] = (),
 ) -> Columns:
     """The sequences of a batch, of several batches, or of samples, by column. Raises ``InputError``."""
     batches = _batches(batch)
     if batches is None:
-        return Columns.read(cast(Sequence[Mapping[str, Any]], batch), per_sequence, fields, where)
-    columns = Columns.join([part.columns() if fields is None else part.select(fields).columns() for part in batches])
+        samples = cast(Sequence[Mapping[str, Any]], batch)
+        return Columns.read(samples, per_sequence, fields, where, per_item=per_item)
+    chosen = batches if fields is None else [part.select(fields, per_item) for part in batches]
+    columns = Columns.join([part.columns() for part in chosen])
     columns.require_tokens(where)
     return columns
 
@@ -108,13 +120,16 @@ def exchange_columns(
     if failure is None:
         parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near))
     own = None if columns is None else columns.schema
-    schemas, notices = _agree("" if plan is None else plan.digest, own or Schema(), near.notice, failure, axis)
+    shapes = {} if columns is None or failure is not None else columns.shapes
+    schemas, notices, shapes = _agree(
+        "" if plan is None else plan.digest, own or Schema(), shapes, near.notice, failure, axis, gathered
+    )
     near.meet(notices, axis)
     assert plan is not None  # or it would have raised
     assert parcel is not None
     schema = common_schema(schemas, axis.ranks or [0])
     # Views of where the values arrived, until the next exchange; packing copies them.
-    values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, near, notices)
+    values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, near, notices, shapes)
     return _packed(schema, values, plan.layouts(axis.rank), device)
 
 
@@ -123,6 +138,10 @@ def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: L
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
     first = int(gathered.offsets[axis.rank])
+    # Sequences that the plan drops are not cut.
+    mine = slice(first, first + len(columns.lengths))
+    kept = np.where(plan.bins[mine] < 0, columns.lengths, plan.lengths[mine])
+    columns.require_uncut(kept, lambda i: _local_sample(i, axis))
     return write_blocks(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis, near)
 
 
@@ -134,6 +153,7 @@ def materialize(
     *,
     per_sequence: Iterable[str] = (),
     fields: Sequence[str] | None = None,
+    per_item: Iterable[str] = (),
 ) -> list[RaggedBatch]:
     """The microbatches that :func:`exchange` gives to ``rank``, made where every rank holds the whole batch.
 
@@ -153,12 +173,13 @@ def materialize(
         # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
         samples = cast(Sequence[Mapping[str, Any]], batch)
         ids = wanted if len(wanted) or not count else np.zeros(1, np.int64)
-        columns = Columns.read([samples[i] for i in ids.tolist()], per_sequence, fields, lambda i: f"sample {ids[i]}")
+        read = [samples[i] for i in ids.tolist()]
+        columns = Columns.read(read, per_sequence, fields, lambda i: f"sample {ids[i]}", per_item=per_item)
         rows = list(range(len(wanted)))
     else:
         # Views of all sequences cost little.
         ids, rows = np.arange(count), wanted.tolist()
-        columns = _columns_of(batch, (), fields, lambda i: f"sample {i}")
+        columns = _columns_of(batch, (), fields, lambda i: f"sample {i}", per_item)
     odd = np.flatnonzero(columns.lengths != plan.original_lengths[ids])
     if len(odd):
         i = int(odd[0])
@@ -168,6 +189,9 @@ def materialize(
             expected=int(plan.original_lengths[ids[i]]),
             found=int(columns.lengths[i]),
         )
+    kept = columns.lengths.copy()
+    kept[rows] = plan.lengths[wanted]
+    columns.require_uncut(kept, lambda i: f"sample {ids[i]}")
     values = columns.rows(rows, plan.lengths[wanted])
     return _packed(columns.schema or Schema(), values, plan.layouts(rank))
 
@@ -207,11 +231,19 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
 
 
 def _agree(
-    digest: str, schema: Schema, notice: Notice, failure: Exception | None, axis: Axis
-) -> tuple[list[Schema], list[Notice]]:
-    """The header: the schema of each rank and where its blocks are, or an error on every rank."""
+    digest: str,
+    schema: Schema,
+    shapes: Mapping[str, Int64],
+    notice: Notice,
+    failure: Exception | None,
+    axis: Axis,
+    gathered: Lengths,
+) -> tuple[list[Schema], list[Notice], dict[str, Int64]]:
+    """The header: the schema of each rank, where its blocks are and the shapes of items, or an error on every rank."""
     fields = schema.to_list()
-    record = {"plan": digest, "schema": fields, "memory": notice}
+    record: dict[str, Any] = {"plan": digest, "schema": fields, "memory": notice}
+    if shapes:
+        record["items"] = {name: each.tolist() for name, each in shapes.items()}
     records = gather_agreed(record, axis, "preparing its samples for the exchange", failure)
     names = list(axis.ranks)
     with settling(axis):
@@ -224,14 +256,20 @@ def _agree(
             )
         schemas = [schema if other["schema"] == fields else Schema.from_list(other["schema"]) for other in records]
         common_schema(schemas, names)  # raises before any rank sends
-    return schemas, [other["memory"] for other in records]
+    everywhere: dict[str, Int64] = {}
+    for k, other in enumerate(records):
+        for name, rows in other.get("items", {}).items():
+            # Of all sequences, by id; those of ranks without the field have none.
+            whole = everywhere.setdefault(name, np.zeros((len(gathered), len(rows[0])), np.int64))
+            whole[gathered.offsets[k] : gathered.offsets[k + 1]] = rows
+    return schemas, [other["memory"] for other in records], everywhere
 
 
 def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:
     """The schema of all ranks, each field in the dtype that torch promotes those of the ranks to.
 
-    A rank without samples has no fields; ``names`` [ranks] are the global ranks. The order of fields is that of the
-    first rank that has any. Raises ``DistributedError`` that names rank and field where one rank has other fields or
+    A rank without samples has no fields, and one without images none of theirs; ``names`` [ranks] are the global ranks.
+    The order of fields is that of the first rank that has any. Raises ``DistributedError`` that names rank and field where one rank has other fields or
     shapes than most.
     """
     present = [(rank, schema) for rank, schema in zip(names, schemas) if schema.fields]
@@ -239,15 +277,22 @@ def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:
         return Schema()
     if all(schema is present[0][1] for _, schema in present):
         return present[0][1]
-    kinds = [frozenset(field.untyped for field in schema.fields) for _, schema in present]
+    beside = [(rank, schema.beside_items()) for rank, schema in present]
+    kinds = [frozenset(field.untyped for field in schema.fields) for _, schema in beside]
     usual = kinds.index(Counter(kinds).most_common(1)[0][0])
-    for (rank, schema), kind in zip(present, kinds):
+    for (rank, schema), kind in zip(beside, kinds):
         if kind != kinds[usual]:
-            _raise_difference(rank, schema, present[usual][1])
+            _raise_difference(rank, schema, beside[usual][1])
+    items = {name: fields[0] for name, fields in items_of(schema for _, schema in present).items()}
+    for rank, schema in present:
+        mine = tuple(field for field in schema.fields if field.per_item)
+        theirs = tuple(items[field.name] for field in mine)
+        if any(field.untyped != other.untyped for field, other in zip(mine, theirs)):
+            _raise_difference(rank, Schema(mine), Schema(theirs))
     by_name: dict[str, list[Field]] = {name: [] for name in present[0][1].names}
     for _, schema in present:
         for field in schema.fields:
-            by_name[field.name].append(field)
+            by_name.setdefault(field.name, []).append(field)
     try:
         return Schema(tuple(promoted(fields) for fields in by_name.values()))
     except TypeError as error:
@@ -275,4 +320,15 @@ def _packed(
 ) -> list[RaggedBatch]:
     """The microbatches of these layouts from the values of their sequences, in packing order."""
     made = schema.pack(values, layouts, device)
-    return [RaggedBatch(tensors, layout, schema.per_sequence) for tensors, layout in zip(made, layouts)]
+    if not schema.per_item:
+        return [RaggedBatch(tensors, layout, schema.per_sequence) for tensors, layout in zip(made, layouts)]
+    packed, start = [], 0
+    for tensors, layout in zip(made, layouts):
+        joined = {name: join_items(values[name][start : start + layout.num_items]) for name in schema.per_item}
+        items = {name: each for name, each in joined.items() if each is not None}
+        tensors = tensors | {name: tensor for name, (tensor, _) in items.items()}
+        packed.append(
+            RaggedBatch(tensors, layout, schema.per_sequence, {name: rows for name, (_, rows) in items.items()})
+        )
+        start += layout.num_items
+    return packed

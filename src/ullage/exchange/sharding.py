@@ -91,13 +91,21 @@ def shard(
     batch stays as it is; does not wait for the device. Raises ``InputError`` as :func:`shard_index` does.
     """
     index = shard_index(batch.layout, cp_size, cp_rank, order)
+    if batch.items and cp_size > 1:
+        raise InputError(
+            "a batch with items cannot be cut for context parallel: its images belong to whole sequences",
+            where=f"fields {list(batch.items)}",
+            expected="cp = 1",
+            found=f"cp = {cp_size}",
+            hint="use the ranks for data parallel, or leave sequences with images out",
+        )
     # The label of a chunk's last token is the first token of the next chunk, which another rank may hold. So labels
     # are shifted while the row is whole.
     added = ()
     if shift_labels is None:
         # Labels of tokens; in Megatron's samples they are shifted already.
         names = set(batch.names)
-        shift_labels = "labels" in names - set(batch.per_sequence) and "tokens" not in names
+        shift_labels = "labels" in names.difference(batch.per_sequence, batch.items) and "tokens" not in names
     if shift_labels and "shift_labels" not in batch:
         batch, added = batch.with_shift_labels(), ("shift_labels",)
     # Positions count from the start of the sequence in the whole, as rotary embeddings need them.
@@ -105,12 +113,12 @@ def shard(
     # Per-sequence fields stay whole: the slice has every sequence as an item, possibly an empty one.
     take = torch.from_numpy(index).to(batch.device)
     values = {
-        name: batch[name] if name in batch.per_sequence or cp_size == 1 else batch[name].index_select(0, take)
+        name: batch[name] if cp_size == 1 or name in batch.per_sequence else batch[name].index_select(0, take)
         for name in batch.names
     }
     layout = _local_layout(batch.layout, index, positions)
     return Shard(
-        RaggedBatch(values, layout, batch.per_sequence),
+        RaggedBatch(values, layout, batch.per_sequence, batch.items),
         torch.from_numpy(positions).to(batch.device),
         batch.layout,
         cp_size,
@@ -141,7 +149,7 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
     for name in batch.names:
         if name in first.added:
             continue
-        if name in batch.per_sequence:
+        if name in batch.per_sequence or name in batch.items:
             values[name] = batch[name]
             continue
         # Every element is in exactly one slice, so nothing stays unset.
@@ -149,7 +157,7 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
         for part in shards:
             whole = whole.index_copy(0, torch.from_numpy(part.index).to(whole.device), part.batch[name])
         values[name] = whole
-    return RaggedBatch(values, first.layout, batch.per_sequence)
+    return RaggedBatch(values, first.layout, batch.per_sequence, batch.items)
 
 
 def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ullage.core.columns import sample_value
+from ullage.core.columns import is_media, sample_value
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64
 
@@ -97,6 +97,8 @@ def _digest(sample: Any) -> bytes:
     for name in sorted(sample) if isinstance(sample, Mapping) else ():
         if isinstance(sample[name], str):  # a column that is read past
             digest.update(f"{name} {sample[name]}".encode(errors="surrogatepass"))
+            continue
+        if is_media(name) and sample[name] is None:  # a sample without images
             continue
         value = sample_value([sample], 0, name).detach().cpu()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -67,7 +67,7 @@ class Options:
     Attributes:
         global_batch_size: sequences per step over all readers.
         make_plan: from the gathered lengths to a plan; must give equal plans on all ranks.
-        per_sequence, fields: of samples, as :meth:`ullage.core.columns.Columns.read` takes them.
+        per_sequence, per_item, fields: of samples, as :meth:`ullage.core.columns.Columns.read` takes them.
         stage_fields: from pipeline stage and number of stages to the fields that the stage gets; ``None`` for all.
         cp_order: how slices are cut, see :meth:`ullage.Layout.cut`; ``None`` cuts none.
     """
@@ -75,6 +75,7 @@ class Options:
     global_batch_size: int
     make_plan: Callable[[Int64], Plan]
     per_sequence: tuple[str, ...] = ()
+    per_item: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
     stage_fields: StageFields | None = None
     cp_order: str | None = "zigzag"
@@ -159,7 +160,7 @@ class StepMaker:
         for axis in self._ways():
             fields = self._fields_along(axis)
             if fields != ():  # lengths alone need not travel: the plan gives them
-                microbatches, failure = _relay_microbatches(microbatches, failure, axis, fields)
+                microbatches, failure = _relay_microbatches(microbatches, failure, axis, fields, self.options.per_item)
         if failure is not None or plan is None:
             return None, failure
         return tried(lambda: self._finish(microbatches, plan))
@@ -168,8 +169,11 @@ class StepMaker:
         samples, failure = self.take()
         columns: Columns | None = None
         if failure is None:
+            options = self.options
             columns, failure = tried(
-                lambda: Columns.read(samples, self.options.per_sequence, self.options.fields, self._where)
+                lambda: Columns.read(
+                    samples, options.per_sequence, options.fields, self._where, per_item=options.per_item
+                )
             )
         gathered = gather_or_fail(None if columns is None else columns.lengths, failure, self.topology)
         assert columns is not None  # or it would have raised
@@ -250,7 +254,7 @@ class StepMaker:
             rank = topology.dp.rank
             microbatches = [RaggedBatch({}, plan.layout(k, rank)) for k in range(plan.num_microbatches)]
         elif own is not None:
-            microbatches = [batch.select(own) for batch in microbatches]
+            microbatches = [batch.select(own, self.options.per_item) for batch in microbatches]
         cp = topology.cp
         sliced = [shard(batch, cp.size, cp.rank, order) for batch in microbatches] if cp.size > 1 and order else []
         placed = plan.lengths[plan.order]
@@ -264,12 +268,16 @@ def _union(choices: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
 
 
 def _relay_microbatches(
-    microbatches: list[RaggedBatch] | None, failure: Exception | None, axis: Axis, fields: Sequence[str] | None
+    microbatches: list[RaggedBatch] | None,
+    failure: Exception | None,
+    axis: Axis,
+    fields: Sequence[str] | None,
+    per_item: Sequence[str],
 ) -> tuple[list[RaggedBatch] | None, Exception | None]:
     """From coordinate 0 of the axis to those that have none; whoever has its own keeps them."""
     source = axis.rank == 0
     # The last stage has its own microbatches, and joins because a broadcast needs the whole group.
-    got, error = tried(lambda: share_or_fail(microbatches, failure if source else None, axis, 0, fields))
+    got, error = tried(lambda: share_or_fail(microbatches, failure if source else None, axis, 0, fields, per_item))
     return (got if microbatches is None else microbatches), failure or error
 
 

@@ -2,7 +2,8 @@
 
 A rank's block for another holds, field by field, the values of the sequences that go there, in the order in which they
 will be packed; every field starts on a 16-byte boundary. Both ends know the plan, the counts and the schema, so they
-know the size of every block: nothing is parsed, and a block may be empty. Blocks for ranks of the same machine are
+know the size of every block: nothing is parsed, and a block may be empty. Of fields by item, whose sizes no plan knows,
+the shapes went round with the schema. Blocks for ranks of the same machine are
 written into memory that these ranks read (:mod:`ullage.ranks.memory`); all others go by ONE all-to-all of bytes, which
 is left out where no rank needs it. What stays on its rank is not written anywhere.
 
@@ -13,14 +14,15 @@ with their padding. Between them the ranks agree and map what neighbours wrote
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.core.columns import Columns, Schema, aligned
+from ullage.core.columns import NO_ITEMS, Columns, Schema, aligned
+from ullage.core.items import in_shapes
 from ullage.core.layout import Int64, counting
 from ullage.exchange.lengths import Lengths
 from ullage.planning.plans import Plan
@@ -82,6 +84,11 @@ def tokens_between(lengths: Int64, ids: Int64, cuts: Int64) -> Int64:
     return np.diff(np.concatenate([[0], np.cumsum(lengths[ids])])[cuts])
 
 
+def elements_between(shapes: Mapping[str, Int64], ids: Int64, cuts: Int64) -> dict[str, Int64]:
+    """Elements of each part that ``cuts`` makes of ``ids``, for each field by item of which ``shapes`` tells them."""
+    return {name: tokens_between(each.prod(1), ids, cuts) for name, each in shapes.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Parcel:
     """The data that a rank has ready when it meets the others.
@@ -106,7 +113,8 @@ def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis
     # Ranks may hold their fields in different orders; the order of the names is one.
     schema = (columns.schema or Schema()).by_name()
     tokens = tokens_between(lengths, path.sends, path.send_cuts)
-    sizes = schema.block_bytes(np.diff(path.send_cuts), tokens).tolist()
+    elements = elements_between(columns.shapes, path.sends - first, path.send_cuts)
+    sizes = schema.block_bytes(np.diff(path.send_cuts), tokens, elements).tolist()
     sizes[axis.rank] = 0
     far = [0 if close else size for size, close in zip(sizes, near.near)]
     payload = scratch("payload", sum(far), columns.device)
@@ -125,8 +133,11 @@ def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis
             target, far_start, begin = payload, far_start + size, far_start
         ids = path.sent_to(destination)
         pieces = columns.rows((ids - first).tolist(), lengths[ids])
-        for name, view in schema.blocks(target, begin, len(ids), int(tokens[destination])).items():
+        counts = len(ids), int(tokens[destination]), {name: each[destination] for name, each in elements.items()}
+        for name, view in schema.blocks(target, begin, *counts).items():
             join = torch.stack if name in schema.per_sequence else torch.cat
+            if name in elements:
+                pieces[name] = [value.reshape(-1) for value in pieces[name]]
             if view.device == columns.device:
                 join(pieces[name], out=view)
             else:  # rows on a device for a neighbour's memory
@@ -145,15 +156,18 @@ def unpack(
     axis: Axis,
     near: Neighbours,
     notices: Sequence[Notice],
+    shapes: Mapping[str, Int64] = NO_ITEMS,
 ) -> tuple[dict[str, list[Tensor]], torch.device]:
     """The values of the sequences ``wanted``, by field, in that order: views of where they arrived; and their device.
 
-    ``schemas``: of each rank; ``schema``: of the result. The views last until the next transfer.
+    ``schemas``: of each rank; ``schema``: of the result; ``shapes`` [all sequences, dims]: of the rows of each sequence
+    in each field by item. The views last until the next transfer.
     """
     path = parcel.path
     counts = np.diff(path.receive_cuts)
     tokens = tokens_between(parcel.lengths, path.receives, path.receive_cuts)
-    sizes = _sizes(schemas, counts, tokens, axis.rank)
+    elements = elements_between(shapes, path.receives, path.receive_cuts)
+    sizes = _sizes(schemas, counts, tokens, elements, axis.rank)
     received = parcel.payload
     if not near.everybody:
         far = [0 if close else size for size, close in zip(sizes, near.near)]
@@ -174,17 +188,23 @@ def unpack(
         ids = path.received_from(source)
         arrived.append(ids)
         lengths = parcel.lengths[ids].tolist()
-        views = schemas[source].by_name().blocks(buffer, begin, len(ids), int(tokens[source]))
+        some = {name: int(each[source]) for name, each in elements.items()}
+        views = schemas[source].by_name().blocks(buffer, begin, len(ids), int(tokens[source]), some)
         for name, view in views.items():
             # Each source's blocks are in its own dtypes; conversion copies only where they differ.
             view = view if view.dtype == dtypes[name] else view.to(dtypes[name])
-            values[name].extend(view.unbind() if name in schema.per_sequence else view.split(lengths))
+            if name in shapes:
+                values[name].extend(in_shapes(view, shapes[name][ids]))
+            else:
+                values[name].extend(view.unbind() if name in schema.per_sequence else view.split(lengths))
+        _fill_up(values, shapes.keys() - views.keys(), len(ids))
     own = path.received_from(axis.rank)
     if len(own):
         arrived.append(own)
         for name, column in parcel.own.items():
             there = (device, dtypes[name])
             values[name].extend(v if (v.device, v.dtype) == there else v.to(*there) for v in column)
+        _fill_up(values, shapes.keys() - parcel.own.keys(), len(own))
     # From the order of arrival to the order of packing.
     place = np.full(len(parcel.lengths), -1, np.int64)
     ids = np.concatenate(arrived)
@@ -193,7 +213,15 @@ def unpack(
     return {name: [column[row] for row in rows] for name, column in values.items()}, device
 
 
-def _sizes(schemas: Sequence[Schema], counts: Int64, tokens: Int64, own: int) -> list[int]:
+def _fill_up(values: dict[str, list[Tensor]], names: Iterable[str], count: int) -> None:
+    """No rows of the fields by item that a source has not, for so many sequences of it."""
+    for name in names:
+        values[name].extend([torch.empty(0)] * count)
+
+
+def _sizes(
+    schemas: Sequence[Schema], counts: Int64, tokens: Int64, elements: Mapping[str, Int64], own: int
+) -> list[int]:
     """Bytes of the block from each rank, none from this one."""
     sizes = [0] * len(schemas)
     # Ranks of one schema at once: usually there is one.
@@ -202,6 +230,7 @@ def _sizes(schemas: Sequence[Schema], counts: Int64, tokens: Int64, own: int) ->
         if counts[i] and i != own:
             whose.setdefault(schema, []).append(i)
     for schema, ranks in whose.items():
-        for i, size in zip(ranks, schema.block_bytes(counts[ranks], tokens[ranks]).tolist()):
+        some = {name: each[ranks] for name, each in elements.items()}
+        for i, size in zip(ranks, schema.block_bytes(counts[ranks], tokens[ranks], some).tolist()):
             sizes[i] = size
     return sizes
