@@ -29,6 +29,7 @@ from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar, usual_positions
+from ullage.mixers.items import Items
 
 #: The keywords of the targets of an encoder-decoder.
 TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
@@ -56,6 +57,12 @@ class PackedRow:
         self.is_served = False
         #: Whether the caller gave positions that no model counts by itself.
         self.has_own_positions = False
+        #: The fields by item of the sequences, if they have any.
+        self.items: Items | None = None
+        #: How many tokens of each sequence stand for items, by the kind of items, where that is known.
+        self.tokens_of_items: dict[str, Int64] = {}
+        #: The kinds of items of which the row has a stand-in alone.
+        self.stand_ins: frozenset[str] = frozenset()
         #: Masks of sequences by what they depend on, shared by the layers.
         self.masks: dict[Any, tuple[Any]] = {}
 
@@ -93,7 +100,12 @@ class PackedRow:
     def alike(self) -> Groups:
         """Sequences of one length, in sources and targets, share a call: exact for every model whose rows are."""
         keys = [self.sources.lengths] if self.targets is None else [self.sources.lengths, self.targets.lengths]
-        return Groups(self, alike(keys, self.sources.lengths > 0))
+        there = self.sources.lengths > 0
+        if self.items is None:
+            return Groups(self, alike(keys, there))
+        # Those with images are alone in their calls.
+        has_items = self.items.sequences
+        return Groups(self, [*alike(keys, there & ~has_items), *np.flatnonzero(there & has_items)[:, None]])
 
     @cached_property
     def alike_pairs(self) -> Groups:
@@ -192,6 +204,7 @@ def call_by_lengths(
     keywords: Mapping[str, Any],
     *,
     per_sequence: frozenset[str] = frozenset(),
+    items: Items | None = None,
 ) -> list[Any]:
     """The results of ``function`` for each call of the groups.
 
@@ -200,11 +213,17 @@ def call_by_lengths(
         groups: of the packed row.
         arguments, keywords: of the packed row; each value is cut as its shape says.
         per_sequence: keywords that hold one entry per sequence, whatever their shape.
+        items: fields by item, which take the place of keywords of their names.
 
     Raises ``InputError`` for a tensor that is neither by token nor by sequence.
     """
     positional = [_parts(value, groups, f"argument {place}", False) for place, value in enumerate(arguments)]
+    if items is not None:
+        keywords = {name: value for name, value in keywords.items() if name not in items}
     named = {name: _parts(value, groups, name, name in per_sequence) for name, value in keywords.items()}
+    if items is not None:
+        cut = [items.of(part.tolist()) for part in groups.members]
+        named |= {name: [each[name] for each in cut] for name in items.values}
     return [
         function(*(parts[call] for parts in positional), **{name: parts[call] for name, parts in named.items()})
         for call in range(len(groups))
@@ -283,6 +302,8 @@ def join_outputs(
         parts = {
             key: join_outputs([each[key] for each in outputs], groups, name=key, per_sequence=per_sequence)
             for key in first
+            # Sequences without images have no outputs of them.
+            if all(key in each for each in outputs)
         }
         return type(first)(**{key: value for key, value in parts.items() if value is not None})
     if isinstance(first, (tuple, list)):
@@ -336,7 +357,7 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     # Each call gives a mean, which is weighed below.
     num_items = keywords.pop("num_items_in_batch", None)
     fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())
-    outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields)
+    outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields, items=row.items)
     joined = join_outputs(outputs, groups, per_sequence=frozenset({"logits"} if by_sequence else ()))
     losses = [_loss_of(each) for each in outputs]
     if losses[0] is None:

@@ -32,6 +32,7 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
+from ullage.mixers.items import ITEM_LENGTHS, PIXELS, Items, counts_axes, positions_by_axis, tokens_by_sequence
 from ullage.mixers.ways import WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
@@ -59,6 +60,7 @@ class CurrentRow:
 
     def __init__(self) -> None:
         self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
+        self._is_cut: ContextVar[bool] = ContextVar("ullage_cut_row", default=False)
 
     def get(self) -> PackedRow | None:
         """The row; None outside packed calls."""
@@ -72,6 +74,20 @@ class CurrentRow:
             yield
         finally:
             self._row.reset(token)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the call that is running has cut its row into sequences, which the model gets as rows of a batch."""
+        return self._is_cut.get()
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Note that the row is cut."""
+        token = self._is_cut.set(True)
+        try:
+            yield
+        finally:
+            self._is_cut.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
         return memo.setdefault(id(self), CurrentRow())
@@ -202,12 +218,13 @@ class PartForward(Forward):
             # A head that counts positions by itself has counted through the row.
             kept["position_ids"] = None
         row.is_served = True
-        groups = row.alike
+        groups, items = row.alike, None if self.is_causal else row.items
         if self.is_causal:
             groups = row.in_one_call if self.in_one_call else row.padded_behind
         # Within, the sequences are rows of a batch.
         with self.current.set(None):
-            return join_outputs(call_by_lengths(self._function(row, kept), groups, arguments, kept), groups)
+            outputs = call_by_lengths(self._function(row, kept), groups, arguments, kept, items=items)
+            return join_outputs(outputs, groups)
 
     def _function(self, row: PackedRow, keywords: dict[str, Any]) -> Callable[..., Any]:
         """What is called with sequences in rows; may take out of the keywords what it gives to each call itself."""
@@ -258,12 +275,19 @@ class ModelForward(Forward):
         signature = inspect.signature(self.own)
         own = list(signature.parameters.values())
         rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
-        added = [name for name in LENGTH_NAMES if name not in signature.parameters]
+        names = LENGTH_NAMES if self.way.items is None else (*LENGTH_NAMES, ITEM_LENGTHS)
+        added = [name for name in names if name not in signature.parameters]
         named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
         return signature.replace(parameters=[*(each for each in own if each not in rest), *named, *rest])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.is_off or keywords.get("cu_seq_lens_q") is None:
+            if keywords.pop(ITEM_LENGTHS, None) is not None:
+                raise InputError(
+                    f"{ITEM_LENGTHS} came without cu_seq_lens_q, which bounds the sequences",
+                    where=f"{type(self.module).__name__}.forward",
+                    hint="pass what RaggedBatch.to_flattened() gives",
+                )
             return self.own(*arguments, **keywords)
         return self._run_packed(arguments, keywords)
 
@@ -276,9 +300,12 @@ class ModelForward(Forward):
         row = PackedRow.of(keywords, targets)
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
+        if self.way.items is not None:
+            row.items = Items.taken_from(self.module, keywords, len(row))
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        is_one_row = self.way.kind in ("native", "mixers")
+        runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
+        is_one_row = self.way.kind in ("native", "mixers") and not runs_whole
         hands_lengths_on = is_one_row and not self.way.attention and (takes_any or "cu_seq_lens_q" in taken)
         positions = keywords.pop("position_ids", None)
         is_usual = positions is None or _are_usual(positions, row.sources)
@@ -292,6 +319,8 @@ class ModelForward(Forward):
         row.has_own_positions = not is_usual
         if is_one_row and "position_ids" in taken:
             keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
+            if is_usual and row.items is not None:
+                keywords["position_ids"] = self._positions_by_axis(row, keywords)
         elif not is_usual:
             keywords["position_ids"] = positions
         if not hands_lengths_on:
@@ -301,8 +330,13 @@ class ModelForward(Forward):
             keywords["use_cache"] = False
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
-        elif self.runs_whole or self._has_pairs:
-            return call_whole(self.module, self.own, row, keywords)
+        elif runs_whole:
+            with self.current.cut():
+                return call_whole(self.module, self.own, row, keywords)
+        if row.items is not None:
+            keywords |= row.items.of_row()
+            if is_one_row:
+                self._count_tokens_of_items(row, keywords)
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
@@ -328,7 +362,8 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
+        by_lengths = self.way.attention or self.way.kind in ("backbone", "whole") or self.current.is_cut
+        return not self.is_off and by_lengths
 
     @property
     def runs_whole(self) -> bool:
@@ -338,6 +373,26 @@ class ModelForward(Forward):
     @property
     def _has_pairs(self) -> bool:
         return bool(getattr(getattr(self.module, "config", None), "is_encoder_decoder", False))
+
+    @property
+    def _runs_items_by_sequence(self) -> bool:
+        """Whether a row with images runs by sequence, where one without does not."""
+        return self.way.items == "sequences" and self.way.kind in ("native", "mixers")
+
+    def _positions_by_axis(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
+        """The positions of a row with images, along as many axes as the model counts."""
+        usual, part = keywords["position_ids"], counts_axes(self.module)
+        if part is None or row.items is None or keywords.get("input_ids") is None:
+            return usual
+        return positions_by_axis(part, row.items, row.sources, keywords, usual)
+
+    def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Note how many tokens of each sequence stand for features of images, and of clips."""
+        config: Any = getattr(self.module, "config", None)
+        for kind in PIXELS:
+            number = tokens_by_sequence(keywords.get("input_ids"), config, kind, row.sources)
+            if number is not None:
+                row.tokens_of_items[kind] = number
 
     def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
         """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.

@@ -19,6 +19,7 @@ from ullage.core.errors import InputError
 from ullage.mixers.attending import attending_forwards
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.proof import Proof, prove
+from ullage.mixers.towers import tower_forwards
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import (
     Way,
@@ -263,6 +264,9 @@ def put_in(model: nn.Module, way: Way, *, is_proved: bool = False) -> None:
     else:
         for path in filter(None, way.paths):
             PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
+    if way.items == "row":
+        for forward in tower_forwards(model, current):
+            forward.put_in()
     ModelForward(model, current, way=way).put_in()
     if way.kind in ("native", "mixers") and not way.attention:
         # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.

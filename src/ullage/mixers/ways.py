@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -41,6 +41,7 @@ from ullage.attention.support import (
 )
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
+from ullage.mixers.items import takes_items
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
 
@@ -96,6 +97,9 @@ _PROJECTED = (
 )  # fmt: skip
 _ATTENTION = ("Attention", "MLA")
 _POSITIONS = ("PositionalEmbedding",)
+#: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
+#: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
+ITEMS_ON_THE_ROW = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
@@ -121,6 +125,8 @@ class Way:
         first_position: of a sequence's first token where the model's position table begins behind a padding index.
         both_ways: whether attention that reads the lengths sees later tokens too, and so the padding behind a sequence.
         attention: whether the attention is among the parts that run by lengths, so that nothing else has to know them.
+        items: how images and clips are kept apart: "row", where the model takes those of all sequences at once;
+            "sequences", where a row with any runs by sequence; None for a model that takes none.
     """
 
     kind: Kind
@@ -128,11 +134,12 @@ class Way:
     first_position: int = 0
     both_ways: bool = False
     attention: bool = False
+    items: Literal["row", "sequences"] | None = None
 
     @property
     def needs_forward(self) -> bool:
         """Whether a packed call needs more than what the model does with it by itself."""
-        return self.kind != "native" or self.both_ways or self.first_position > 0
+        return self.kind != "native" or self.both_ways or self.first_position > 0 or self.items is not None
 
     def __str__(self) -> str:
         if self.kind == "native":
@@ -168,6 +175,9 @@ def ways_of(model: nn.Module) -> Candidates:
     require_independent_rows(model)
     native, by_lengths = _native(model), _by_lengths(model)
     ways = by_lengths if native is None else (native, *by_lengths)
+    if takes_items(model):
+        ways = tuple(replace(way, items=_of_items(model, way)) for way in ways)
+        native, by_lengths = (None, ways) if native is None else (ways[0], ways[1:])
     unknown = tuple(unknown_parts(model))
     if not unknown:
         return Candidates(ways, True, ways[0])
@@ -176,6 +186,13 @@ def ways_of(model: nn.Module) -> Candidates:
         return Candidates(ways, False, native, unknown, doubts)
     sure = next(way for way in by_lengths if way.kind == "whole" or _holds_all(model, way, unknown))
     return Candidates(ways, False, sure, unknown, doubts)
+
+
+def _of_items(model: nn.Module, way: Way) -> Literal["row", "sequences"]:
+    """How a model keeps images apart in a way."""
+    config: Any = model.config
+    is_one_row = way.kind in ("native", "mixers")
+    return "row" if is_one_row and config.model_type in ITEMS_ON_THE_ROW else "sequences"
 
 
 def _holds_all(model: nn.Module, way: Way, parts: tuple[UnknownPart, ...]) -> bool:
