@@ -88,3 +88,54 @@ def picture(colour: str = "red", size: tuple[int, int] = (16, 16)) -> Image.Imag
 def asked(question: str, answer: str, images: int = 1) -> list[dict[str, str]]:
     """LLaVA's form of a question about images."""
     return [{"from": "human", "value": "<image>\n" * images + question}, {"from": "gpt", "value": answer}]
+
+
+def model(kind: str, vocab_size: int = 272, **options: Any) -> Any:
+    """A model of a type, its weights drawn from one seed, for the processor of this type."""
+    marks = tokenizer()
+    ids = {name: marks.convert_tokens_to_ids(name) for name in _SPECIAL}
+    text: dict[str, Any] = {
+        "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": ids["<pad>"], "bos_token_id": ids["<s>"],
+        "eos_token_id": ids["<|im_end|>"],
+    }  # fmt: skip
+    if kind == "qwen2_5_vl":
+        tower = {
+            "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16,
+            "fullatt_block_indexes": [1],
+        }  # fmt: skip
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+        config: Any = transformers.Qwen2_5_VLConfig(
+            text_config={**text, "rope_parameters": rope}, vision_config=tower, image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+        )  # fmt: skip
+    else:
+        assert kind == "llava"
+        tower = {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "projection_dim": 32,
+        }  # fmt: skip
+        config = transformers.LlavaConfig(
+            text_config={**text, "model_type": "llama"}, vision_config=tower, image_token_index=ids["<image>"],
+            vision_feature_layer=-1,
+        )  # fmt: skip
+    transformers.set_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config, **options)
+
+
+#: Rows with no image, one, two and of unequal sizes.
+ROWS: list[dict[str, Any]] = [
+    {"images": [picture()], "conversations": asked("what?", "red")},
+    {"conversations": asked("hi", "hello there", 0)},
+    {
+        "images": [picture("blue", (24, 16)), picture("green", (8, 32))],
+        "conversations": asked("and?", "blue, green", 2),
+    },
+    {"images": [picture("black", (32, 24))], "conversations": asked("which colour is this?", "black")},
+    {"conversations": asked("no image at all, so", "one word", 0)},
+    {"images": [picture("white")], "conversations": [*asked("hi", "hello", 0), *asked("what?", "white")]},
+    {"images": [picture("pink", (16, 32))], "conversations": asked("what?", "pink")},
+    {"conversations": asked("bye", "bye", 0)},
+]
