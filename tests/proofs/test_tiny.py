@@ -95,7 +95,7 @@ def test_a_causal_head_sees_no_later_token_and_earlier_ones(model_type: str) -> 
 
 def test_unknown_types_and_kinds_are_refused_by_name() -> None:
     with pytest.raises(
-        InputError, match="no such kind of model: expected 'causal' or 'masked' or 'seq2seq', found 'x'"
+        InputError, match="no such kind of model: expected 'causal' or 'masked' or 'seq2seq' or 'image', found 'x'"
     ):
         model_types("x")
     with pytest.raises(InputError, match="no such text model type in the installed transformers: found 'lama'"):

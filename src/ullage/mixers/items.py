@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from ullage.core.columns import is_media
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 from ullage.core.rows import host_integers
@@ -155,6 +156,41 @@ def require_matching(tokens: Int64, features: Int64, kind: str, where: str) -> N
             found=int(tokens[place]),
             hint=f"a sequence that was cut within an {kind}, or another sequence's {kind}: truncate to whole items",
         )
+
+
+def alone_form(model: nn.Module, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of a model on one sample alone, as its processor gives them, tensors [1, L, ...].
+
+    Fields by item stay [rows, ...], but for models that take them as rows of a batch. A model whose text looks at
+    images by another attention is told which tokens look at which (:func:`seen_tiles`).
+    """
+    by_rows = has_rows_of_items(model)
+    keywords = {name: value if is_media(name) and not by_rows else value[None] for name, value in sample.items()}
+    if "aspect_ratio_mask" in sample and "cross_attention_mask" not in sample:
+        seen = seen_tiles(sample["input_ids"], getattr(model, "config", None), sample["aspect_ratio_mask"])
+        keywords["cross_attention_mask"] = seen[None]
+    return keywords
+
+
+def seen_tiles(input_ids: Tensor, config: Any, tiles: Tensor) -> Tensor:
+    """Which tiles of images each token of one sequence looks at, int64 [L, images, tiles]: those of the last image.
+
+    Images that stand directly behind each other are seen together.
+
+    Args:
+        input_ids: [L], one token for each image.
+        config: names that token.
+        tiles: which of the tiles of each image there are, [images, tiles].
+    """
+    token = next(value for name in _TOKENS["image"] if isinstance(value := getattr(config, name, None), int))
+    places = (input_ids == token).nonzero().flatten().tolist()
+    seen = tiles.new_zeros(len(input_ids), *tiles.shape)
+    end = len(input_ids)
+    for image in range(len(places) - 1, -1, -1):
+        if image + 1 < len(places) and places[image + 1] > places[image] + 1:
+            end = places[image + 1]
+        seen[places[image] : end, image] = tiles[image]
+    return seen
 
 
 # Positions along several axes: the model's own count of each sequence alone, on the host.

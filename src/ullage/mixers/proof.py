@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ullage.core.columns import is_media
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.trial import CallOutcome, Trial, TrialRun
 from ullage.mixers.ways import own_attention
@@ -361,7 +362,8 @@ def _gradients_differ(found: Sequence[CallOutcome], expected: Sequence[CallOutco
     """The largest difference of gradients: by embedding, those of its ids, and by parameter."""
     ours, theirs = _by_embedding(found), _by_embedding(expected)
     names = [name for name in theirs if name in ours]
-    yield from _relative({name: _add_by_id(ours[name], theirs[name]) for name in names})
+    by_id = {name: (_join_items if is_media(name) else _add_by_id)(ours[name], theirs[name]) for name in names}
+    yield from _relative(by_id)
     # Those by parameter were added up on the way: the first of several calls has the sum.
     sums = {}
     for place, (given, wanted) in enumerate(zip(found[0].of_parameters, expected[0].of_parameters)):
@@ -410,6 +412,20 @@ def _add_by_id(
         rows = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for _, gradient in side]).double()
         sums.append(rows.new_zeros(len(known), rows.shape[1]).index_add(0, places, rows))
     return sums[0], sums[1]
+
+
+def _join_items(
+    ours: Sequence[tuple[Tensor | None, Tensor]], theirs: Sequence[tuple[Tensor | None, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of images [images, ...] of both sides, end to end; smaller ones with zeros behind, as in the row."""
+    whole = torch.cat([gradient.double() for _, gradient in ours])
+    parts = [gradient.double() for _, gradient in theirs]
+    # A model may take the images of one sequence as a row of a batch.
+    parts = [part[0] if part.ndim > whole.ndim else part for part in parts]
+    wanted = whole.new_zeros(sum(map(len, parts)), *whole.shape[1:])
+    for part, rows in zip(parts, wanted.split([*map(len, parts)])):
+        rows[(slice(None), *map(slice, part.shape[1:]))] = part
+    return whole, wanted
 
 
 # The first module of a model in which a packed row differs from its sequences alone.

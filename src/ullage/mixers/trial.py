@@ -22,8 +22,10 @@ from ullage.attention.heads import (
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
+from ullage.core.items import UnequalRows
 from ullage.core.layout import Layout
 from ullage.mixers.at_rest import Leaf, embedded_inputs
+from ullage.mixers.items import PIXELS, alone_form
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
 _BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
@@ -76,7 +78,7 @@ def trial_of(
     packed = row_of(model, samples, per_sequence)
     samples = [sample for sample in samples if not _is_empty(sample)]
     targets = _targets_of(model, samples[0])
-    alone = [{name: value[None] for name, value in sample.items()} for sample in samples]
+    alone = [alone_form(model, sample) for sample in samples]
     if targets and package_of(loss_author(model)[0]) == "ullage":
         # Ours takes -100 in padded targets for padding, and not in ragged ones.
         alone = [each | {name: _as_nested(each[name]) for name in targets} for each in alone]
@@ -103,13 +105,26 @@ def row_of(
     if len(there) < len(fields):
         lengths = np.zeros(len(fields), np.int64)
         lengths[there] = batch.layout.lengths
-        batch = RaggedBatch({name: batch[name] for name in batch.names}, Layout(lengths))
+        items = {name: _with_gaps(rows, there, len(fields)) for name, rows in batch.items.items()}
+        batch = RaggedBatch({name: batch[name] for name in batch.names}, Layout(lengths), items=items)
     packed = batch.to_flattened() | {name: batch[name] for name in batch.per_sequence}
     if "labels" in batch and "labels" not in batch.per_sequence and loss_shifts(model) is False:
         packed["labels"] = batch["labels"][None]  # no shift: the first label of a sequence counts too
     for name in targets:
         packed[name] = torch.nested.nested_tensor([sample[name] for sample in samples], layout=torch.jagged)
     return packed
+
+
+def _with_gaps(rows: Layout, there: Sequence[int], number: int) -> Layout:
+    """The rows of items of as many sequences, of which only some are ``there``."""
+    counts = np.zeros(number, np.int64)
+    counts[there] = rows.lengths
+    if not isinstance(rows, UnequalRows):
+        return Layout(counts)
+    dims = [(0,) * len(rows.dims[0])] * number
+    for place, each in zip(there, rows.dims):
+        dims[place] = each
+    return UnequalRows(counts, dims)
 
 
 def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:
@@ -261,7 +276,8 @@ class TrialRun:
     def _with_leaves(self, keywords: Mapping[str, Any], leaves: list[Leaf]) -> dict[str, Any]:
         """The keywords, with numbers by token (not labels, nor weights) as leaves of the graph."""
         given = dict(keywords)
-        for name in ("inputs_embeds", "input_values", "input_features", getattr(self.model, "main_input_name", "")):
+        main = getattr(self.model, "main_input_name", "")
+        for name in dict.fromkeys(("inputs_embeds", "input_values", "input_features", *PIXELS.values(), main)):
             value = given.get(name)
             if self._backward and isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
                 leaf = value.detach().requires_grad_()

@@ -24,16 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
-from ullage.core.columns import IGNORED_LABEL
+from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
+from ullage.mixers.items import alone_form
 from ullage.mixers.packed_model import way_of
 from ullage.mixers.proof import is_routed, largest, limits_of, prove
 from ullage.mixers.trial import Trial, moved, row_of, trial_of
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
+from ullage.proofs.pictures import picture_samples, takes_clips, takes_images
+from ullage.proofs.placing import given_differ, items_differ, what_is_wrong
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -50,7 +53,8 @@ class Audit(Shown):
         way: how its sequences are kept apart.
         attention: the implementation that ran.
         device: where it ran.
-        reason: of a refusal, in one line.
+        reason: of a refusal, or what is wrong with images, in one line.
+        images: "images", or "images and clips", if sequences had them; why not, for a model that takes them; or empty.
         checks: all comparisons.
     """
 
@@ -61,6 +65,7 @@ class Audit(Shown):
     attention: str = ""
     device: str = "cpu"
     reason: str = ""
+    images: str = ""
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -88,7 +93,8 @@ class Audit(Shown):
         worst = max((check.value for check in self.checks if check.name in ("logits", "gradients")), default=0.0)
         summary = self.reason or f"largest difference {worst:.0e}"
         failed = ", ".join(f"{check.name} {check.value:.0e}" for check in self.checks if not check.passed)
-        return f"{self.model}: {self.verdict} ({failed or summary})"
+        told = f"{failed}: {self.reason}" if failed and self.reason else failed or summary
+        return f"{self.model}: {self.verdict} ({told})"
 
 
 def audit(
@@ -144,8 +150,13 @@ def audit(
     finally:
         if handle is not None:
             handle.undo()
-    if not all(check.passed for check in report.checks):  # also before it was refused: so much is known
-        report.verdict = "leak" if any(check.leaks and not check.passed for check in report.checks) else "differs"
+    report.images = samples.images or samples.without_images
+    failed = [check for check in report.checks if not check.passed]
+    if failed:  # also before it was refused: so much is known
+        report.verdict = "leak" if any(check.leaks for check in failed) else "differs"
+        if samples.images:
+            clauses = (what_is_wrong([check.name for check in failed]), report.reason)
+            report.reason = "; ".join(filter(None, clauses))
     return report
 
 
@@ -192,6 +203,9 @@ def _model_of(given: Any) -> nn.Module:
 LENGTHS = (7, 3, 12, 1, 9, 3)
 NEIGHBOURS = (1, 16, 1, 5, 0, 1)
 LONG = (41, 5, 72)
+#: Images of each sequence of these rows, beside its tokens, of a model that takes them; and clips, where it takes those.
+IMAGES = {LENGTHS: (1, 0, 3, 0, 2, 0), NEIGHBOURS: (0, 2, 0, 1, 0, 0), LONG: (2, 0, 1)}
+CLIPS = (0, 0, 1, 0, 1, 0)
 #: Names of the checks of the first row, by what is compared.
 _NAMES = {"outputs": "logits", "loss": "loss", "gradients": "gradients"}
 #: Largest differences of experts in float64, whose products change shape with the tokens of the others: of outputs and
@@ -225,7 +239,11 @@ def compare(samples: Samples) -> Iterator[Check]:
     """All checks of a model, in evaluation mode and in training mode. Raises what the model raises."""
     with at_rest(samples.model, training=False):
         samples.settle()
-    short, neighbours, long = (samples.draw(_fitting(samples, each)) for each in (LENGTHS, NEIGHBOURS, LONG))
+    short, neighbours, long = (
+        samples.draw(_fitting(samples, lengths), IMAGES[lengths]) for lengths in (LENGTHS, NEIGHBOURS, LONG)
+    )
+    if samples.images:
+        yield from _placed(samples, short)
     yield from _proved(samples, short, _NAMES, parameters=True)
     # The same sequences in another order; one-token and empty neighbours; what begins only at a later token.
     yield from _proved(samples, short[::-1], {"outputs": "order"}, backward=False)
@@ -233,6 +251,8 @@ def compare(samples: Samples) -> Iterator[Check]:
     yield from _proved(samples, long, {"outputs": "long", "loss": "long: loss"}, backward=False)
     with at_rest(samples.model, training=False):
         yield from _others(samples, long, "", backward=False)
+        if samples.images:
+            yield from _others(samples, long, "", backward=False, images=True)
         # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
         if not samples.is_routed:
             yield Check("poison", _poison(samples, long), 0.0, leaks=True)
@@ -253,6 +273,22 @@ def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **opt
             yield Check(name, worst.value, worst.limit)
 
 
+def _placed(samples: Samples, row: list[Sample]) -> Iterator[Check]:
+    """What becomes of images before the text sees them: their features, their places and the positions."""
+    model, trial = bare(samples.model), samples.trial(row)
+    limit = limits_of(samples.dtype).outputs
+    with at_rest(samples.model, training=False):
+        way: Any = way_of(model)
+        if getattr(way, "items", "row") == "row":
+            features = items_differ(model, trial.alone, trial.packed)
+            if features is not None:
+                yield Check("items", features, limit, leaks=True)
+        given = given_differ(model, trial.alone, trial.packed, trial.sizes)
+    for name, value, most in (("inputs_embeds", "places", limit), ("position_ids", "positions", 0.0)):
+        if name in given:
+            yield Check(value, given[name], most)
+
+
 def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
     """Lengths as the model takes them; none stays none."""
     return [min(max(length, samples.least), samples.most) if length else 0 for length in lengths]
@@ -261,30 +297,36 @@ def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
 # Other tokens in one sequence: the others must not change in a single bit.
 
 
-def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool) -> Iterator[Check]:
+def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool, images: bool = False) -> Iterator[Check]:
+    """Other tokens in one sequence, or other images, where it has any; both for gradients."""
     limits = (0.0, 0.0)
     if not samples.is_routed:
-        largest_of_kind = _others_differ(samples, row, backward=backward)
+        largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
     else:
         # In float64: an expert's product has another shape when another sequence's tokens come to it.
         try:
             with samples.in_double() as judged:
-                largest_of_kind, limits = _others_differ(judged, row, backward=backward), _ROUTED_LIMITS
+                largest_of_kind = _others_differ(judged, row, backward=backward, images=images)
+                limits = _ROUTED_LIMITS
         except RuntimeError:  # the model computes a part in float32, whatever its weights are
             limits = limits_of(samples.dtype)[:2]
-            largest_of_kind = _others_differ(samples, row, backward=backward)
-    for what, value, limit in zip(("other tokens", "other gradients"), largest_of_kind, limits):
+            largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
+    names = ("other images" if images else "other tokens", "other gradients")
+    for what, value, limit in zip(names, largest_of_kind, limits):
         yield Check(f"{name}{what}", value, limit, leaks=True)
 
 
-def _others_differ(samples: Samples, row: list[Sample], *, backward: bool) -> list[float]:
+def _others_differ(samples: Samples, row: list[Sample], *, backward: bool, images: bool) -> list[float]:
     """Largest difference that other tokens in some sequences make to the others: of outputs, of gradients."""
     with torch.set_grad_enabled(backward):
         before = _PackedCall(samples, row)
         worst = [0.0, 0.0]
         for changed in range(len(row)):
             kept = [place for place in range(len(row)) if place != changed]
-            after = _PackedCall(samples, samples.with_other_tokens(row, changed))
+            if images and not row[changed].items:
+                continue
+            other = row if images else samples.with_other_tokens(row, changed)
+            after = _PackedCall(samples, samples.with_other_images(other, changed) if images or backward else other)
             outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
             worst[0] = max(worst[0], outputs)
             if backward:
@@ -402,6 +444,13 @@ class Sample:
 
     input_ids: Tensor
     labels: Tensor
+    #: The kinds of its tokens, by token, and the fields of its images.
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def items(self) -> dict[str, Tensor]:
+        """The fields of its images and clips."""
+        return {name: value for name, value in self.others.items() if is_media(name)}
 
 
 @dataclass(frozen=True)
@@ -442,6 +491,8 @@ class Samples:
             for name, value in vars(part).items()
             if name.endswith("token_id") and isinstance(value, int)
         }
+        #: What sequences have beside text, and why a model that takes images gets none; as :meth:`settle` finds.
+        self.images, self.without_images = "", ""
         #: Tokens to draw from, in order.
         self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
 
@@ -450,8 +501,13 @@ class Samples:
         """Whether tokens are routed to experts."""
         return is_routed(self.model)
 
-    def draw(self, lengths: Sequence[int]) -> list[Sample]:
-        """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts."""
+    def draw(self, lengths: Sequence[int], images: Sequence[int] = ()) -> list[Sample]:
+        """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts.
+
+        ``images``: how many each has beside, if the model takes any.
+        """
+        if self.images and any(images):
+            return self._draw_pictures(lengths, images)
         random, usable = torch.Generator().manual_seed(self.seed), self.usable
         samples = []
         for place, length in enumerate(lengths):
@@ -467,16 +523,45 @@ class Samples:
             samples.append(Sample(tokens.to(self.device), labels.to(self.device)))
         return samples
 
+    def _draw_pictures(self, lengths: Sequence[int], images: Sequence[int]) -> list[Sample]:
+        """Sequences with text of these lengths before, between and behind their images."""
+        model: Any = bare(self.model)
+        clips = [each * takes_clips(model) for each in CLIPS[: len(lengths)]] if sum(lengths) < sum(LONG) else None
+        texts = []
+        for place, (length, count) in enumerate(zip(lengths, images)):
+            parts = 1 + count + (clips[place] if clips else 0)
+            texts += [max(length // parts + (part < length % parts), min(length, 1)) for part in range(parts)]
+        drawn = picture_samples(model, seed=self.seed, images=images, videos=clips, texts=texts)
+        samples = []
+        for fields in drawn:
+            held = {name: value.to(self.device) for name, value in fields.items()}
+            held |= {name: value.to(self.dtype) for name, value in held.items() if value.is_floating_point()}
+            samples.append(Sample(held.pop("input_ids"), held.pop("labels"), held))
+        return samples
+
+    def with_other_images(self, row: Sequence[Sample], place: int) -> list[Sample]:
+        """The row with other pixels in all images of one sequence; what is empty stays so."""
+        random, sample = torch.Generator().manual_seed(self.seed + 2), row[place]
+        others = dict(sample.others)
+        for name, value in sample.items.items():
+            if value.is_floating_point() and name.startswith("pixel_"):
+                drawn = torch.randn(value.shape, generator=random).to(value)
+                others[name] = torch.where(value == 0, value, drawn)
+        return [*row[:place], replace(sample, others=others), *row[place + 1 :]]
+
     def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
         """The row with another token everywhere in one sequence, of the same length."""
         random, sample = torch.Generator().manual_seed(self.seed + 1), row[place]
         labels = self._other(sample.labels, random) if self.is_encoder_decoder else sample.labels
-        return [*row[:place], Sample(self._other(sample.input_ids, random), labels), *row[place + 1 :]]
+        sample = replace(sample, input_ids=self._other(sample.input_ids, random), labels=labels)
+        return [*row[:place], sample, *row[place + 1 :]]
 
     def _other(self, tokens: Tensor, random: torch.Generator) -> Tensor:
         usable = self.usable.to(self.device)
         at = torch.searchsorted(usable, tokens)
-        return usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
+        other = usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
+        # Tokens of images stay, of which there are as many as features.
+        return torch.where(torch.isin(tokens, usable), other, tokens)
 
     # Runs.
 
@@ -484,16 +569,17 @@ class Samples:
         """Each sequence in a call of its own."""
         for sample in row:
             [fields] = self.fields([sample])
-            self.model(**{name: value[None] for name, value in fields.items()}, **self._without_cache())
+            self.model(**alone_form(bare(self.model), fields), **self._without_cache())
 
     @torch.no_grad()
     def settle(self) -> None:
         """Find out how short and how long a sequence may be, in tokens, and whether there is a loss of text alone."""
         failure: Exception | None = None
+        self._settle_images()
         for self.least in (1, 2, 4, 8, 16):
             for self.has_loss in (True, False):
                 try:
-                    self._run_alone(self.draw([self.least, max(self.least, 7)]))
+                    self._run_alone(self.draw([self.least, max(self.least, 7)], (0, 1)))
                 except Exception as error:  # whatever it is: another length is tried
                     failure = failure or error
                     continue
@@ -501,6 +587,17 @@ class Samples:
                 return
         assert failure is not None
         raise failure
+
+    def _settle_images(self) -> None:
+        """Find out whether images can be made for the model, and text with them is run."""
+        model: Any = bare(self.model)
+        if self.is_encoder_decoder or self.collate is not None or not takes_images(model):
+            return
+        self.images = "images and clips" if takes_clips(model) else "images"
+        try:
+            self._run_alone(self.draw([7], [1]))
+        except Exception as error:  # whatever the model raises: it is audited on text alone
+            self.images, self.without_images = "", " ".join(f"{type(error).__name__}: {error}".split())
 
     def _longest(self) -> int:
         """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
@@ -533,7 +630,8 @@ class Samples:
     def fields(self, row: Sequence[Sample]) -> list[dict[str, Tensor]]:
         """Samples as ``RaggedBatch.from_samples`` takes them, with the labels where the model computes a loss."""
         name = "labels" if self.has_loss else "decoder_input_ids" if self.is_encoder_decoder else None
-        return [{"input_ids": each.input_ids} | ({} if name is None else {name: each.labels}) for each in row]
+        labels = [{} if name is None else {name: each.labels} for each in row]
+        return [{"input_ids": each.input_ids} | label | dict(each.others) for each, label in zip(row, labels)]
 
     def packed(self, row: Sequence[Sample]) -> RowOutputs:
         """All sequences in one row."""
@@ -556,7 +654,16 @@ class Samples:
         """The row with one sequence whose embeddings are nan: its tokens are one id, which no other sequence has."""
         used = {int(token) for sample in row for token in (*sample.input_ids, *sample.labels.flatten())}
         poison = next(token for token in range(self.vocabulary) if token not in used | self.special)
-        sample = replace(row[place], input_ids=torch.full_like(row[place].input_ids, poison))
+        sample = row[place]
+        # Images are nan where they are not empty; their tokens stay.
+        images = {
+            name: torch.where(value == 0, value, torch.nan)
+            for name, value in sample.items.items()
+            if name.startswith("pixel_values")
+        }
+        is_text = torch.isin(sample.input_ids, self.usable.to(self.device))
+        ids = torch.where(is_text, poison, sample.input_ids) if images else torch.full_like(sample.input_ids, poison)
+        sample = replace(sample, input_ids=ids, others={**sample.others, **images})
 
         def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
             tokens = inputs[0] if inputs else None
@@ -597,6 +704,7 @@ class Samples:
     def _again(self, seed: int) -> Samples:
         again = Samples(self.model, self.collate, seed)
         again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
+        again.images = self.images
         return again
 
     # Keywords.
@@ -604,7 +712,12 @@ class Samples:
     def _row(self, row: Sequence[Sample]) -> dict[str, Any]:
         if self.collate is not None:
             return dict(self.collate([{"input_ids": each.input_ids, "labels": each.labels} for each in row]))
-        return moved(row_of(self.model, self.fields(row)), self.device)
+        keywords = moved(row_of(self.model, self.fields(row)), self.device)
+        # In double precision, as the weights are.
+        return {
+            name: value.to(self.dtype) if is_media(name) and value.is_floating_point() else value
+            for name, value in keywords.items()
+        }
 
     def _without_cache(self) -> dict[str, Any]:
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}

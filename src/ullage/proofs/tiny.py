@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
@@ -91,6 +93,17 @@ PER_LAYER = (
     "num_attention_heads_per_layer",
     "attn_layers",
 )
+
+#: Pixels of an image and of a patch on each side, in towers: an image is 16 patches.
+IMAGE_SIZES = {"image_size": 16, "patch_size": 4}
+
+#: Rotary positions in three dimensions, in heads of 16 channels.
+_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+_IN_PART = _IN_THREE | {"partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}
+#: A tower whose windows hold four patches, but for its last layer.
+_WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
+#: An image of several patches, each with 16 pixels on a side.
+_RESOLUTIONS = [[16, 16], [16, 32], [32, 16], [32, 32]]
 
 #: Entries by model type, the types of nested configurations too; they take precedence over the rules.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -175,6 +188,54 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
     },
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 4},
+    # Towers for images, of 16 patches, and what joins them to text.
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": 127, "num_query_tokens": 4},
+    "cosmos3_edge_text": {"rope_parameters": _IN_THREE},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _IN_THREE, "moe_intermediate_size": [96, 96]},
+    "exaone4_5_vision": _WINDOWS,
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": "gemma4_vision"},
+    "gemma4_vision": {"pooling_kernel_size": 2, "patch_size": 4},
+    "gemma4_unified_vision": {"pooling_kernel_size": 2, "patch_size": 4},
+    "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
+    "glm4v_text": {"rope_parameters": _IN_THREE},
+    "glm4v_moe_text": {"rope_parameters": _IN_PART},
+    "glm_ocr_text": {"rope_parameters": _IN_THREE},
+    "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
+    "granite4_vision": {"image_grid_pinpoints": _RESOLUTIONS, "spatial_target_layers": [1], "downsample_rate": "2/4"},
+    "granite_docling_vision": {"deepstack_visual_indexes": [0], "scale_factor": 2},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _IN_THREE | {"mrope_section": [2, 2, 2, 2]}},
+    "instructblip": {"image_token_index": 127, "num_query_tokens": 4},
+    "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32, "num_res_blocks": 1},
+    "llama4_vision_model": {"intermediate_size": 256},
+    "llava_next": {"image_grid_pinpoints": _RESOLUTIONS},
+    "llava_next_video": {"image_grid_pinpoints": _RESOLUTIONS},
+    "llava_onevision": {"image_grid_pinpoints": _RESOLUTIONS},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * WIDTH},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": WIDTH},
+    "molmo2_text": {"rope_scaling_layers": [0, 1]},
+    "muse_glimmer": {"out_hidden_size": 4 * WIDTH},
+    "paddleocr_vl_text": {"rope_parameters": _IN_THREE},
+    "pixtral": {"image_size": 48},
+    "qwen2_vl_text": {"rope_parameters": _IN_THREE},
+    "qwen2_5_omni_text": {"rope_parameters": _IN_THREE},
+    "qwen2_5_omni_vision_encoder": _WINDOWS,
+    "qwen2_5_vl_text": {"rope_parameters": _IN_THREE},
+    "qwen2_5_vl_vision": _WINDOWS,
+    "qwen3_omni_moe_text": {"rope_parameters": _IN_THREE},
+    "qwen3_omni_moe_vision_encoder": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe_text": {"rope_parameters": _IN_THREE},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_text": {"rope_parameters": _IN_THREE},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [0]},
+    "qwen3_5_text": {"rope_parameters": _IN_PART},
+    "qwen3_5_moe_text": {"rope_parameters": _IN_PART},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "step3p5": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
+    "vipllava": {"vision_feature_layer": [-1, -2]},
 }
 
 _TARGET = "every forward needs the keys and values of a target model (shared_kv_states)"
@@ -188,16 +249,22 @@ MISSING: dict[tuple[str, str], str] = {
 }
 
 
-KINDS = ("causal", "masked", "seq2seq")
+KINDS = ("causal", "masked", "seq2seq", "image")
 
 #: Most parameters of a tiny model.
 MOST_PARAMETERS = 5_000_000
 
-_AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}
+_AUTO = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "image": AutoModelForImageTextToText,
+}
 _NAMES = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 #: Kinds of layers as releases of transformers before 5.15 call some of them.
 _FORMER_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -334,6 +401,8 @@ def _shrunk(default: PreTrainedConfig) -> PreTrainedConfig:
             values[name] = _shrunk(value)
         elif name in PER_LAYER and layers and isinstance(value, (list, tuple)):
             values[name] = [_small(name, value[layer]) for layer in layers]
+        elif name in IMAGE_SIZES and _sees(entries):
+            values[name] = [IMAGE_SIZES[name]] * len(value) if isinstance(value, (list, tuple)) else IMAGE_SIZES[name]
         elif "drop" in name and isinstance(value, (bool, int, float)):
             values[name] = type(value)(0)
         elif name in _SPECIAL_IDS:
@@ -359,12 +428,22 @@ def _shrunk(default: PreTrainedConfig) -> PreTrainedConfig:
             }
     _match_heads(values, vars(default))
     # Copied, since configurations change the dictionaries that they are given.
-    values.update(copy.deepcopy(settings))
+    for name, value in copy.deepcopy(settings).items():
+        # A part that a configuration has only if it is named.
+        is_type = name.endswith("_config") and isinstance(value, str)
+        values[name] = _shrunk(AutoConfig.for_model(value)) if is_type else value
     for name in {*PER_LAYER} & {*settings}:
         own = vars(default).get(name) or ()
         if isinstance(own, (list, tuple)) and {"mamba", "attention"} & {*own}:
             values[name] = [_FORMER_KINDS.get(kind, kind) for kind in values[name]]
     return type(default)(**values)
+
+
+def _sees(entries: Mapping[str, Any]) -> bool:
+    """Whether entries are those of a tower for images, and not of bytes or sound."""
+    return "patch_size" in entries and bool(
+        {*entries} & {"image_size", "in_channels", "num_channels", "num_heads", "pos_emb_height"}
+    )
 
 
 def _small(name: str, value: Any) -> Any:
@@ -419,6 +498,8 @@ def _vary(model: PreTrainedModel) -> None:
     """Draw every parameter anew whose values are all equal or not finite: noise around its value."""
     for parameter in model.parameters():
         if not parameter.is_floating_point() or parameter.numel() < 2:
+            if parameter.is_floating_point() and not parameter.any():  # a gate that is closed
+                parameter.uniform_(0.3, 0.7)
             continue
         if not torch.isfinite(parameter).all():
             parameter.normal_(0.0, 0.1)
