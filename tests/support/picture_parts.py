@@ -138,4 +138,6 @@ ROWS: list[dict[str, Any]] = [
     {"images": [picture("white")], "conversations": [*asked("hi", "hello", 0), *asked("what?", "white")]},
     {"images": [picture("pink", (16, 32))], "conversations": asked("what?", "pink")},
     {"conversations": asked("bye", "bye", 0)},
+    # A step of text alone.
+    *({"conversations": asked(f"text {i}, no image", "indeed " * i, 0)} for i in range(1, 5)),
 ]

@@ -80,6 +80,9 @@ class PackedBatch(Mapping[str, Any]):
 def _end_to_end(microbatches: tuple[RaggedBatch, ...]) -> RaggedBatch:
     """One batch of the sequences of all microbatches, without padding."""
     first = microbatches[0]
+    if any(each.items for each in microbatches):  # images have rows of their own
+        samples = [sample for each in microbatches for sample in each.samples()]
+        return RaggedBatch.from_samples(samples, per_sequence=first.per_sequence, per_item=first.per_item)
     parts = {}
     for name in first.names:
         by_sequence = name in first.per_sequence
@@ -123,7 +126,8 @@ def stand_in(
         samples = microbatch.samples() if len(microbatch) else []
         for first in range(0, len(samples), per_sample):
             sample = samples[first : first + per_sample]
-            found.append(RaggedBatch.from_samples(sample, per_sequence=microbatch.per_sequence))
+            own = {"per_sequence": microbatch.per_sequence, "per_item": microbatch.per_item}
+            found.append(RaggedBatch.from_samples(sample, **own))
     # Two tokens of each sequence that is made up, so that a loss that shifts still has one label to take the mean over.
     made_up = targets.placeholder(empty, [2] * per_sample, counts=True)
     return min(filter(counts, found), key=lambda each: each.numel(), default=made_up)

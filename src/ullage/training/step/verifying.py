@@ -201,7 +201,9 @@ class PackingProof:
         # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
         fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
         long, short = fitting[-1], fitting[0]
-        if len(set(lengths[fitting])) < 3 and not there[0].per_sequence and lengths[long] > 3:
+        # A sequence with images cannot be cut, nor one with a value of its own.
+        can_be_cut = not any(each.per_sequence or each.items for each in there)
+        if len(set(lengths[fitting])) < 3 and can_be_cut and lengths[long] > 3:
             # Of too few lengths: cut to others.
             size = int(lengths[long])
             sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
@@ -211,12 +213,12 @@ class PackingProof:
             ]
         others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
         middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
-        taken = [short, long, middle]
+        taken = _with_items([short, long, middle], fitting, places)
         chosen = [_one_sequence(*places[each], most=most) for each in taken]
         # And one more of a length that is there: by lengths, these two share a call.
         alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
         longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
-        if not alike and longer and not there[0].per_sequence:
+        if not alike and longer and can_be_cut:
             return [*chosen, _one_sequence(*places[longer[0]], most=int(lengths[middle]))]
         return [*chosen, _one_sequence(*places[alike[-1] if alike else middle], most=most)]
 
@@ -271,9 +273,24 @@ def _one_sequence(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     """One sequence of a batch, cut to what a row may have where it can be cut."""
     sample = batch.samples()[place]
     length = int(batch.layout.lengths[place])
-    if length > most and not batch.per_sequence:
+    if length > most and not batch.per_sequence and not batch.items:
         sample = {name: value[:most] for name, value in sample.items()}
-    return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence)
+    return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence, per_item=batch.per_item)
+
+
+def _with_items(taken: list[int], fitting: Sequence[int], places: Sequence[tuple[RaggedBatch, int]]) -> list[int]:
+    """The numbers of sequences of which the last two have images, if two are there."""
+
+    def has_items(number: int) -> bool:
+        batch, place = places[number]
+        return any(rows.lengths[place] for rows in batch.items.values())
+
+    there = [each for each in fitting if has_items(each)]
+    for number in (there[-1], there[0]) if there else ():
+        lacking = [at for at, each in enumerate(taken) if at and not has_items(each)]
+        if lacking and number not in taken:
+            taken[lacking[-1]] = number
+    return taken
 
 
 def forget_trace(model: Any) -> None:
