@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
 
+from ullage.attention.kernels import Scores, attend
 from ullage.attention.segments import attention_of_row, lengths_of_row, packed_attention
-from ullage.attention.support import given, require_packable
+from ullage.attention.support import given, reads_masks, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
     chunked,
@@ -43,7 +44,8 @@ from ullage.core.errors import InputError
 
 #: The code of the functions that these make: of them a compiled graph can ask for the code, but not for the name.
 _CHUNKED, _EITHER = (
-    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType))
+    # Not of the generator with which a union looks at what it is given.
+    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType) and each.co_name[0] != "<")
     for maker in (chunked_overlay, or_masks)
 )
 
@@ -77,6 +79,9 @@ class DeferredMask:
         checked: whether a layer of this forward has looked for lost lengths.
     """
 
+    #: Of the mask that it describes: a model that is given one of four dims hands it on as it is.
+    ndim = 4
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.padded = arguments.get("attention_mask") is not None
@@ -99,12 +104,34 @@ class DeferredMask:
         self.checked = False
         # In a tuple, because None is a mask too.
         self._built: tuple[Tensor | None] | None = None
+        self._of_sequences: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mask that it describes."""
+        batch_size, q_length, kv_length = (self.arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+        return batch_size, 1, q_length, kv_length
 
     def build(self) -> Tensor | None:
         """The mask for sdpa: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` is enough."""
         if self._built is None:
             self._built = (sdpa_mask(**self.arguments),)
         return self._built[0]
+
+    def of_sequence(self, start: int, length: int) -> Tensor | None:
+        """The mask of one sequence of a row, bool [1, 1, L, L]; None where it hides the later tokens and nothing else.
+
+        Made once for all layers of a forward. Waits for the device. The pattern is asked about places in the row, so it
+        may depend on what stands there, as an image does, and on distances.
+        """
+        key = (start, length)
+        if key not in self._of_sequences:
+            places = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
+            mask = sdpa_mask(**{**self.arguments, **places, "allow_is_causal_skip": False})
+            assert mask is not None
+            is_causal = torch.equal(mask, torch.ones_like(mask).tril())
+            self._of_sequences[key] = None if is_causal else mask
+        return self._of_sequences[key]
 
     def restarts(self, position_ids: Tensor) -> Tensor | None:
         """Whether positions [rows, T] or [axes, rows, T] go back between two neighbouring tokens that are not padding.
@@ -155,6 +182,9 @@ def packed_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **arguments: Any
 ) -> DeferredMask | Tensor | None:
     """The mask function of attn_implementation="ullage"; arguments and waiting for the device as in ``sdpa_mask``."""
+    # A model of images has made the mask of its text, which asks for one again.
+    if isinstance(described := arguments.get("attention_mask"), DeferredMask):
+        return described
     arguments.update(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
     )
@@ -186,7 +216,8 @@ _HARMLESS = frozenset(
         "labels",
         "num_items_in_batch",
         "shift_labels",
-        # facts for other attention implementations
+        # facts for other attention implementations, and for the parts around an attention
+        "grid_thw",
         "layer_idx",
         "seq_idx",
         "target_dtype",
@@ -252,7 +283,8 @@ class PackedCall:
         module = self.module
         # What was asked for beside the lengths.
         require_known_keywords(module, self.unknown)
-        _refuse_unpackable(module, query, key, self.mask, causal=self.causal, window=self.window)
+        mask = None if self._has_own_pattern else self.mask
+        _refuse_unpackable(module, query, key, mask, causal=self.causal, window=self.window)
         if self.slices is not None and not self.causal:
             raise refusal(module, "an attention in both directions cannot be cut over ranks", hint="give it cp=1")
         # The lengths themselves.
@@ -276,6 +308,11 @@ class PackedCall:
                 self._refuse_padding(given.positions)
 
     @property
+    def _has_own_pattern(self) -> bool:
+        """Whether the mask has parts that see each other both ways, and is read by sequence."""
+        return isinstance(self.mask, DeferredMask) and self.mask.altered and reads_masks(self.module)
+
+    @property
     def _chunk(self) -> int | None:
         return self.mask.chunk if isinstance(self.mask, DeferredMask) else None
 
@@ -294,6 +331,8 @@ class PackedCall:
         ``max_seqlen``, once per forward. Raises ``InputError`` if the lengths do not sum to T.
         """
         assert self.cu_seqlens is not None  # require_exact has refused a call without
+        if self._has_own_pattern:
+            return self._attend_by_mask(query, key, value)
         options: dict[str, Any] = {"window": self.window, "scale": self.scale, "causal": self.causal}
         scores: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks}
         if query.is_cuda:
@@ -314,6 +353,22 @@ class PackedCall:
         if torch.compiler.is_compiling() and query.device.type == "cpu" and not self.dropout:
             return attention_of_row(query, key, value, self.cu_seqlens, **options)
         return _attend_by_lengths(query, key, value, self.cu_seqlens, dropout=self.dropout, **options)
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _attend_by_mask(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention within each sequence, as the mask of the model says for it."""
+        assert self.cu_seqlens is not None
+        assert isinstance(self.mask, DeferredMask)
+        mixed: list[Tensor] = []
+        start = 0
+        for length in lengths_of_row(self.cu_seqlens, len(query)):
+            some = (part[start : start + length].transpose(0, 1)[None] for part in (query, key, value))
+            mask = self.mask.of_sequence(start, length) if length else None
+            scores = Scores(causal=mask is None, scale=self.scale, softcap=self.softcap)
+            part = attend(*some, scores, mask=mask, dropout=self.dropout, sinks=self.sinks)
+            mixed.append(part[0].transpose(0, 1))
+            start += length
+        return torch.cat(mixed) if mixed else query.new_zeros(0, query.shape[1], value.shape[2])
 
     def _refuse_padding(self, positions: tuple[Tensor, ...]) -> None:
         """Refuse padding behind a sequence, which its tokens would see: positions do not rise. Waits for the device."""

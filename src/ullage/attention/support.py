@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -81,10 +83,26 @@ def module_calls() -> Iterator[Call]:
         frame = frame.f_back
 
 
+#: Whether what runs in this thread has nothing to do with the lengths of the calls around it.
+_APART: ContextVar[bool] = ContextVar("ullage_apart_from_row", default=False)
+
+
+@contextmanager
+def apart_from_row() -> Iterator[None]:
+    """A part of a packed call that gets no packed row: a tower, or sequences as the rows of a batch."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
 def given() -> Given | None:
     """Arguments of the module calls in progress; None under ``torch.compile``. Does not wait for the device."""
     if torch.compiler.is_compiling():
         return None
+    if _APART.get():
+        return Given((), False, None)
     positions: dict[int, Tensor] = {}
     lengths, model = False, None
     for call in module_calls():
@@ -127,6 +145,9 @@ _EXCEPTIONS = {
     "mobilebert": "joins the embedding of each token with those of its neighbours",
     "nemotron": "does not hand cu_seq_lens from its layers to their attention",
 }
+#: Image models whose text has parts that see each other both ways, as a mask says that their own forward makes: images
+#: in Gemma 3, the prefix in PaliGemma. ``pack_model`` reads that mask by sequence; in any other call it is refused.
+TWO_WAY_PARTS = frozenset({"gemma3", "gemma4", "gemma4_unified", "paligemma", "shieldgemma2"})
 _BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
 #: Attribute of a layer that was checked.
 _MARK = "_ullage_checked"
@@ -138,6 +159,7 @@ class _Checked(NamedTuple):
     Attributes:
         model: id of the model; None counts for every model, as :func:`remember_packable` says.
         limit, dynamic: as :func:`row_limits` gives them.
+        reads_masks: whether the model around makes masks with parts both ways that may be read by sequence.
 
     A deep copy of a layer keeps the mark. In a pickle it becomes an empty tuple, so a loaded model is checked again.
     """
@@ -145,6 +167,7 @@ class _Checked(NamedTuple):
     model: int | None
     limit: int | None
     dynamic: bool
+    reads_masks: bool = False
 
     def __reduce__(self) -> Any:
         return tuple, ()
@@ -216,9 +239,24 @@ def remember_packable(model: nn.Module) -> None:
 
     Without the mark a Llama with a layer of one's own would be refused at its first packed row, though it was proved.
     """
-    limits = row_limits(model)
+    limits, reads_masks = row_limits(model), has_two_way_parts(model)
     for layer in _attention_modules(model):
-        setattr(layer, _MARK, _Checked(None, *limits))
+        setattr(layer, _MARK, _Checked(None, *limits, reads_masks))
+
+
+def reads_masks(layer: nn.Module) -> bool:
+    """Whether a mask of an attention layer may be read by sequence: its model was packed, and makes such masks."""
+    known: _Checked | tuple[()] = getattr(layer, _MARK, ())
+    return bool(known) and known.reads_masks
+
+
+def has_two_way_parts(model: nn.Module) -> bool:
+    """Whether parts of a model's text, images or a prefix, see each other both ways by a mask of its own forward."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in TWO_WAY_PARTS:
+        return False
+    # Of Gemma 4, the large ones.
+    return "gemma4" not in config.model_type or config.get_text_config().use_bidirectional_attention == "vision"
 
 
 def forget_checks(model: nn.Module) -> None:
@@ -401,8 +439,8 @@ def _layers(model: nn.Module, name: str) -> str | None:
             return f"{holder} has layers of kind {unknown[0]!r}"
         both_ways = getattr(config, "is_causal", True) is False and not _packs_both_ways(model)
         parts_both_ways = getattr(config, "use_bidirectional_attention", None)
-        # Those of images, which a model of text alone does not have.
-        if parts_both_ways == "vision" and getattr(model, "config", None) is config:
+        # Those of images, which a model of text alone does not have, and which a mask tells in one of images.
+        if (parts_both_ways == "vision" and getattr(model, "config", None) is config) or has_two_way_parts(model):
             parts_both_ways = None
         if both_ways or parts_both_ways:
             return f"{holder} attends in both directions"
@@ -425,7 +463,7 @@ def _modules(model: nn.Module, name: str) -> str | None:
         kind = type(module).__name__
         if lets_tokens_meet(module):
             return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
-        if _attribute(module, "is_causal") is False and not packs_both_ways:
+        if _attribute(module, "is_causal") is False and not packs_both_ways and not has_two_way_parts(model):
             return f"{path} ({kind}) attends in both directions"
         if any(_attribute(module, bias) is not None for bias in _BIASES):
             return f"{path} ({kind}) adds a position bias to its scores"

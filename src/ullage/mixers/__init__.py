@@ -6,8 +6,17 @@ gets alone, and returns a handle to undo it.
 
 from __future__ import annotations
 
-from ullage.mixers.packed_model import PackedModel, call_equally_often, is_packed, pack_model
+from ullage.mixers.packed_model import PackedModel, call_equally_often, is_packed, pack_model, run_towers_always
 from ullage.mixers.packed_model import SequencesMeet
 from ullage.mixers.ways import CompetingSequences, Way
 
-__all__ = ["CompetingSequences", "PackedModel", "SequencesMeet", "Way", "call_equally_often", "is_packed", "pack_model"]
+__all__ = [
+    "CompetingSequences",
+    "PackedModel",
+    "SequencesMeet",
+    "Way",
+    "call_equally_often",
+    "is_packed",
+    "pack_model",
+    "run_towers_always",
+]

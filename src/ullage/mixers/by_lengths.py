@@ -61,6 +61,8 @@ class PackedRow:
         self.items: Items | None = None
         #: How many tokens of each sequence stand for items, by the kind of items, where that is known.
         self.tokens_of_items: dict[str, Int64] = {}
+        #: For each sequence with images that text looks at by itself: which tiles each token sees, bool [L, tiles].
+        self.seen_tiles: dict[int, Tensor] = {}
         #: The kinds of items of which the row has a stand-in alone.
         self.stand_ins: frozenset[str] = frozenset()
         #: Masks of sequences by what they depend on, shared by the layers.
@@ -223,7 +225,7 @@ def call_by_lengths(
     named = {name: _parts(value, groups, name, name in per_sequence) for name, value in keywords.items()}
     if items is not None:
         cut = [items.of(part.tolist()) for part in groups.members]
-        named |= {name: [each[name] for each in cut] for name in items.values}
+        named |= {name: [each[name] for each in cut] for name in cut[0]} if cut else {}
     return [
         function(*(parts[call] for parts in positional), **{name: parts[call] for name, parts in named.items()})
         for call in range(len(groups))

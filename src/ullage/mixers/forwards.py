@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import loss_author
+from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
@@ -32,8 +33,17 @@ from ullage.mixers.by_lengths import (
     join_outputs,
     require_cuttable,
 )
-from ullage.mixers.items import ITEM_LENGTHS, PIXELS, Items, counts_axes, positions_by_axis, tokens_by_sequence
-from ullage.mixers.ways import WITHOUT_MASKS, Way
+from ullage.mixers.items import (
+    ITEM_LENGTHS,
+    PIXELS,
+    Items,
+    counts_axes,
+    positions_by_axis,
+    require_matching,
+    seen_tiles,
+    tokens_by_sequence,
+)
+from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -60,7 +70,6 @@ class CurrentRow:
 
     def __init__(self) -> None:
         self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
-        self._is_cut: ContextVar[bool] = ContextVar("ullage_cut_row", default=False)
 
     def get(self) -> PackedRow | None:
         """The row; None outside packed calls."""
@@ -74,20 +83,6 @@ class CurrentRow:
             yield
         finally:
             self._row.reset(token)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the call that is running has cut its row into sequences, which the model gets as rows of a batch."""
-        return self._is_cut.get()
-
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """Note that the row is cut."""
-        token = self._is_cut.set(True)
-        try:
-            yield
-        finally:
-            self._is_cut.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
         return memo.setdefault(id(self), CurrentRow())
@@ -266,6 +261,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
+        self.stand_ins: dict[str, dict[str, Tensor]] = {}
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
         self.is_off = False
 
@@ -302,6 +299,7 @@ class ModelForward(Forward):
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         if self.way.items is not None:
             row.items = Items.taken_from(self.module, keywords, len(row))
+            self._count_tokens_of_items(row, keywords)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
@@ -331,22 +329,22 @@ class ModelForward(Forward):
         if row.targets is not None and self.way.kind == "mixers":
             self._shift_targets(row, keywords)
         elif runs_whole:
-            with self.current.cut():
+            with apart_from_row():
                 return call_whole(self.module, self.own, row, keywords)
         if row.items is not None:
             keywords |= row.items.of_row()
-            if is_one_row:
-                self._count_tokens_of_items(row, keywords)
+        self._stand_in(row, keywords)
         if self.way.attention:
             self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
-        if self.way.both_ways and row.sources.num_tokens < row.sources.size:
+        has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
+        if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
             # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
             # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
             sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
             bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        if self.way.kind == "mixers":
+        if self.way.kind == "mixers" or row.items is not None:
             self._remember_row_in_checkpoints()
         with self.current.set(row):
             outputs = self.own(**keywords)
@@ -362,8 +360,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        by_lengths = self.way.attention or self.way.kind in ("backbone", "whole") or self.current.is_cut
-        return not self.is_off and by_lengths
+        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
 
     @property
     def runs_whole(self) -> bool:
@@ -386,20 +383,60 @@ class ModelForward(Forward):
             return usual
         return positions_by_axis(part, row.items, row.sources, keywords, usual)
 
+    def _keep_two_way_parts(self, row: PackedRow, keywords: dict[str, Any]) -> bool:
+        """Have the model make a mask in which its images, or its prefix, see each other both ways; whether it does.
+
+        Attention reads that mask by sequence. A row that has no images needs none.
+        """
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if keywords.get(name) is not None]
+        if not names or not has_two_way_parts(self.module):
+            return False
+        if row.items is None and self._model_type not in COUNTED_FROM_ONE:
+            keywords |= dict.fromkeys(names)
+            return False
+        # With a mask of tokens transformers does not look for sequences by itself, for which it would count in another
+        # way than the pattern of the images does.
+        keywords["attention_mask"] = torch.ones(1, row.sources.size, dtype=torch.bool, device=row.device)
+        return True
+
+    @property
+    def _model_type(self) -> str | None:
+        return getattr(getattr(self.module, "config", None), "model_type", None)
+
+    def _stand_in(self, row: PackedRow, keywords: dict[str, Any]) -> None:
+        """Give a row without images, or clips, a stand-in, where each row has to run the tower."""
+        missing = {kind: fields for kind, fields in self.stand_ins.items() if keywords.get(PIXELS[kind]) is None}
+        for fields in missing.values():
+            keywords |= {name: value.to(row.device) for name, value in fields.items()}
+        row.stand_ins = frozenset(missing)
+
     def _count_tokens_of_items(self, row: PackedRow, keywords: dict[str, Any]) -> None:
-        """Note how many tokens of each sequence stand for features of images, and of clips."""
+        """Note how many tokens of each sequence stand for images and clips, and what text sees of images by itself."""
+        items, ids = row.items, keywords.get("input_ids")
+        if items is None:
+            return
         config: Any = getattr(self.module, "config", None)
         for kind in PIXELS:
-            number = tokens_by_sequence(keywords.get("input_ids"), config, kind, row.sources)
+            number = tokens_by_sequence(ids, config, kind, row.sources)
             if number is not None:
                 row.tokens_of_items[kind] = number
+        tiles = items.values.get("aspect_ratio_mask")
+        if tiles is None or not isinstance(ids, Tensor):
+            return
+        bounds = items.bounds["aspect_ratio_mask"]
+        require_matching(row.tokens_of_items["image"], np.diff(bounds), "image", type(self.module).__name__)
+        for place in np.flatnonzero(np.diff(bounds)).tolist():
+            begin, length = int(row.sources.starts[place]), int(row.sources.lengths[place])
+            own = tiles[bounds[place] : bounds[place + 1]]
+            items.seen[place] = seen_tiles(ids[0, begin : begin + length], config, own)
+            row.seen_tiles[place] = items.seen[place].flatten(1).bool()
 
     def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
         """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
 
         transformers hands a mask of four dims on as it is, and the forwards of the attention leave it out.
         """
-        if getattr(getattr(self.module, "config", None), "model_type", None) in WITHOUT_MASKS:
+        if self._model_type in WITHOUT_MASKS:
             return
         for name in ("attention_mask", "decoder_attention_mask"):
             if name in self.parameters:
@@ -428,6 +465,8 @@ class ModelForward(Forward):
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
         positions = torch.from_numpy(usual_positions(layout))[None].to(row.device)
+        if self._model_type in COUNTED_FROM_ONE:
+            return positions + 1
         if not first and not self.way.both_ways:
             return positions
         ids, offset = keywords.get("input_ids"), layout.positions()

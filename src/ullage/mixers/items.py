@@ -59,6 +59,8 @@ class Items:
 
     def __init__(self, values: Mapping[str, Tensor], bounds: Mapping[str, Int64], *, by_rows: bool) -> None:
         self.values, self.bounds, self.by_rows = dict(values), dict(bounds), by_rows
+        #: For each sequence whose text looks at images by itself, which tiles each token sees, [L, images, tiles].
+        self.seen: dict[int, Tensor] = {}
 
     @classmethod
     def taken_from(cls, model: nn.Module, keywords: dict[str, Any], num_sequences: int) -> Items | None:
@@ -122,6 +124,8 @@ class Items:
                 begin, end = self.bounds[name][each : each + 2]
                 if end > begin:
                     found[name] = value[begin:end][None] if self.by_rows else value[begin:end]
+        if self.seen:
+            found["cross_attention_mask"] = next((self.seen[each][None] for each in members if each in self.seen), None)
         return found
 
     def counts(self, kind: str, number: int | None = None) -> Int64 | None:

@@ -18,8 +18,9 @@ from ullage.attention.support import mixing_problem, remember_packable
 from ullage.core.errors import InputError
 from ullage.mixers.attending import attending_forwards
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
+from ullage.mixers.items import takes_items
 from ullage.mixers.proof import Proof, prove
-from ullage.mixers.towers import tower_forwards
+from ullage.mixers.towers import FeaturesForward, stand_in, tower_forwards
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import (
     Way,
@@ -174,7 +175,31 @@ def call_equally_often(model: nn.Module) -> bool:
         return False
     for part in parts:
         part.in_one_call = True
+    # A tower that may run over one image after the other runs over all at once.
+    for forward in (each for module in model.modules() for each in vars(module).values()):
+        if isinstance(forward, FeaturesForward):
+            forward.in_one_call = True
     return True
+
+
+def run_towers_always(model: nn.Module, kinds: Sequence[str] = ("image",)) -> bool:
+    """Make a packed model run its towers for every row, where its way allows it; whether it does now.
+
+    A row without images runs them on a stand-in, the smallest image, of which no feature is taken: outputs
+    are the same, and gradients of the towers zero. Ranks that reduce or gather the parameters of a tower together wait
+    for each other in each of its calls, so none may leave it out. A model without towers has nothing to run.
+
+    ``kinds``: "image", "video", or both, where both are in the data; none takes the stand-ins away.
+    """
+    model = bare(model)
+    forward = forward_of(model)
+    if forward is None or forward.way.items is None:
+        return not takes_items(model)
+    forward.stand_ins = {}
+    if forward.way.items != "row":
+        return not kinds
+    forward.stand_ins = {kind: fields for kind in kinds if (fields := stand_in(model, kind))}
+    return not kinds or bool(forward.stand_ins)
 
 
 # Ways tried on the model itself, from the finest on: the first that the proof accepts is taken.

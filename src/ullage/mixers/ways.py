@@ -68,8 +68,9 @@ _MIXERS = (
 #: by the audit. Any other type with such mixers runs by lengths as a whole.
 HYBRIDS = {
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "llama4_text", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+    "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "llama4_text", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
+    "zamba", "zamba2", "zaya",
 }  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
@@ -99,7 +100,18 @@ _ATTENTION = ("Attention", "MLA")
 _POSITIONS = ("PositionalEmbedding",)
 #: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
 #: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
-ITEMS_ON_THE_ROW = frozenset({"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+ITEMS_ON_THE_ROW = frozenset(
+    {
+        "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "exaone4_5", "gemma3", "gemma4",
+        "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
+        "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr",
+        "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "mllama", "ovis2", "paddleocr_vl",
+        "paligemma", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+        "shieldgemma2", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+    }
+)  # fmt: skip
+#: Types that count positions from 1.
+COUNTED_FROM_ONE = frozenset({"paligemma"})
 #: Types in which the rows of a batch meet by design, and how.
 _RANDOM = {
     "reformer": "hashes its tokens at random",
