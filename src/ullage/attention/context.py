@@ -29,6 +29,7 @@ from ullage.attention.ulysses import Slices, exchange_heads
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, fill_value
 from ullage.core.errors import DistributedError, InputError, UllageError
+from ullage.core.items import require_no_items
 from ullage.core.layout import Layout, require_context_rank
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
@@ -233,6 +234,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
     """
     size, rank = require_axis(axis).size, axis.rank
     require_context_rank(size, rank)
+    require_no_items(batch.items, size)
     has_labels = "labels" in batch and "labels" not in batch.per_sequence
     # Labels are shifted before the cut: the label of a slice's last token may lie on another rank.
     if has_labels and "shift_labels" not in batch:

@@ -2,8 +2,8 @@
 
 Token-aligned fields are one tensor [T, ...] each, the sequences end to end, every slot's padding filled with zeros
 (-100 in labels). Per-sequence fields are [N, ...]. Fields by item, such as images, are the rows of all sequences end to
-end, and ``items`` has the layout of each (:mod:`ullage.core.items`). The lengths stay on the host, inside the :class:`Layout`, so no
-conversion asks a device how long anything is.
+end, and ``items`` has the layout of each (:mod:`ullage.core.items`). The lengths stay on the host, inside the
+:class:`Layout`, so no conversion asks a device how long anything is.
 
 A ``RaggedBatch`` is on purpose neither tuple, list, nor Mapping: training loops take those apart. It has ``to`` and
 ``pin_memory`` as a tensor has, is a pytree node, and ``numel()`` counts real tokens, which is what a loop that calls
@@ -35,7 +35,7 @@ from ullage.core.columns import (
 )
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
-from ullage.core.items import UnequalRows, join_items, padded_items, require_items, split_items
+from ullage.core.items import UnequalRows, join_items, padded_items, require_items, rows_of_one, split_items
 from ullage.core.layout import Integers, Layout, ranges
 from ullage.core.rows import LENGTH_NAMES, usual_positions
 
@@ -47,8 +47,9 @@ class RaggedBatch(Shown):
     """Sequences of unequal length, laid end to end.
 
     ``values``: tensors by name, [layout.size, ...] for token-aligned fields and [layout.num_items, ...] for the names
-    in ``per_sequence``. ``items``: for fields by item the layout of the rows that each sequence has in [rows, ...]; an
-    :class:`~ullage.core.items.UnequalRows` where the tensor is flat. Raises ``InputError`` for a tensor of another size.
+    in ``per_sequence``. ``items``: for fields by item the layout of the rows that each sequence has in [rows, ...], an
+    :class:`~ullage.core.items.UnequalRows` where the tensor is flat. Raises ``InputError`` for a tensor of another
+    size.
 
     >>> batch = RaggedBatch.from_samples([{"input_ids": [5, 6, 7], "id": 0}, {"input_ids": [8], "id": 1}])
     >>> batch["input_ids"], batch.cu_seqlens, batch["id"]
@@ -101,9 +102,10 @@ class RaggedBatch(Shown):
         Arrays, tensors and lists are token-aligned and share one length per sample; numbers, 0-D arrays and whatever
         ``per_sequence`` names are one value per sequence. Images and what belongs to them (``pixel_values``,
         ``image_grid_thw``, ... and whatever ``per_item`` names) have a number of rows of their own in each sample, and
-        none where a sample lacks the field; a field that no sample has rows of is left out. Lists of integers become int64, lists of floats float32;
-        arrays keep their dtype, and where samples differ in it, torch's promotion decides. ``pad_to_multiple_of``
-        rounds each slot up. Copies each value once and does not touch the samples. Raises ``InputError`` as
+        none where a sample lacks the field; a field that no sample has rows of is left out. Lists of integers become
+        int64, lists of floats float32; arrays keep their dtype, and where samples differ in it, torch's promotion
+        decides. ``pad_to_multiple_of`` rounds each slot up. Copies each value once and does not touch the samples.
+        Raises ``InputError`` as
         :meth:`ullage.core.columns.Columns.read` does.
         """
         if len(samples) == 0:
@@ -153,7 +155,7 @@ class RaggedBatch(Shown):
         counted = {name: each if isinstance(each, Layout) else Layout(each) for name, each in (items or {}).items()}
         for name, tensor in fields.items():
             if name not in counted and name not in declared and is_media(name):
-                counted[name] = _rows_of_one(name, tensor, rows)
+                counted[name] = rows_of_one(name, tensor, rows)
             if name in counted:
                 values[name] = tensor
             elif name not in declared and tensor.ndim >= 2 and tensor.shape[:2] == (rows, width):
@@ -504,19 +506,6 @@ def _counted_from_tokens(name: str, tensor: Tensor, mask: np.ndarray) -> Tensor:
     if name not in POSITION_NAMES or not starts.any():
         return tensor
     return behind_padding(tensor, torch.from_numpy(starts).to(tensor.device).view(-1, *[1] * (tensor.ndim - 1)))
-
-
-def _rows_of_one(name: str, tensor: Tensor, num_sequences: int) -> Layout:
-    """The rows of a field of images where there is one sequence, whose they are. Raises ``InputError`` for several."""
-    if num_sequences != 1 or tensor.ndim == 0:
-        raise InputError(
-            "nobody says which images belong to which sequence",
-            where=f"field {name!r}",
-            expected=f"items={{{name!r}: [rows of each of the {num_sequences} sequences]}}",
-            found=f"shape {list(tensor.shape)}",
-            hint="name it in per_sequence if it has one entry a sequence",
-        )
-    return Layout([tensor.shape[0]])
 
 
 def _require_rows(mask: np.ndarray) -> None:

@@ -3,8 +3,8 @@
 A field by item has some number of rows for each sequence, whatever the sequence's length in tokens: patches of its
 images, or one row per image. Its :class:`~ullage.core.layout.Layout` says which rows belong to which sequence. There is
 no padding: where the further dims of rows differ from sequence to sequence, as images of unequal size have them, the
-buffer is flat, and :class:`UnequalRows` knows the dims. Only a model that takes one tensor gets zeros behind the smaller
-ones, see :func:`padded_items`.
+buffer is flat, and :class:`UnequalRows` knows the dims. Only a model that takes one tensor gets zeros behind the
+smaller ones, see :func:`padded_items`.
 """
 
 from __future__ import annotations
@@ -102,6 +102,19 @@ def padded_items(items: Tensor, rows: Layout) -> Tensor:
     return whole
 
 
+def rows_of_one(name: str, tensor: Tensor, num_sequences: int) -> Layout:
+    """The rows of a field of images where there is one sequence, whose they are. Raises ``InputError`` for several."""
+    if num_sequences != 1 or tensor.ndim == 0:
+        raise InputError(
+            "nobody says which images belong to which sequence",
+            where=f"field {name!r}",
+            expected=f"items={{{name!r}: [rows of each of the {num_sequences} sequences]}}",
+            found=f"shape {list(tensor.shape)}",
+            hint="name it in per_sequence if it has one entry a sequence",
+        )
+    return Layout([tensor.shape[0]])
+
+
 def require_items(name: str, items: Any, rows: Layout, num_sequences: int) -> None:
     """Raise ``InputError`` unless ``rows`` tells the rows of every sequence in ``items``."""
     problem = {"where": f"field {name!r}", "hint": "give items={name: Layout(rows of each sequence)}"}
@@ -151,4 +164,16 @@ def require_uncut(
             expected=f"at most {int(kept[i])} tokens",
             found=f"{int(lengths[i])} tokens, {len(values[name][i])} rows of {name}",
             hint="raise the capacity, make images smaller, or leave such sequences out with oversize='drop'",
+        )
+
+
+def require_no_items(items: Mapping[str, Layout], cp_size: int) -> None:
+    """Raise ``InputError`` for a batch with items that several context-parallel ranks would each hold a part of."""
+    if items and cp_size > 1:
+        raise InputError(
+            "a batch with items cannot be cut for context parallel: images belong to whole sequences",
+            where=f"fields {list(items)}",
+            expected="one context-parallel rank",
+            found=cp_size,
+            hint="use the ranks for data parallel, or leave sequences with images out",
         )

@@ -269,8 +269,8 @@ def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:
     """The schema of all ranks, each field in the dtype that torch promotes those of the ranks to.
 
     A rank without samples has no fields, and one without images none of theirs; ``names`` [ranks] are the global ranks.
-    The order of fields is that of the first rank that has any. Raises ``DistributedError`` that names rank and field where one rank has other fields or
-    shapes than most.
+    The order of fields is that of the first rank that has any. Raises ``DistributedError`` that names rank and field
+    where one rank has other fields or shapes than most.
     """
     present = [(rank, schema) for rank, schema in zip(names, schemas) if schema.fields]
     if not present:

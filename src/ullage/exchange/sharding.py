@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
+from ullage.core.items import require_no_items
 from ullage.core.layout import Int64, Layout
 
 
@@ -88,17 +89,11 @@ def shard(
     Token-aligned fields are cut, per-sequence fields stay whole. ``shift_labels``: whether to add ``shift_labels``,
     made of the labels before the cut. ``None`` adds them where ``labels`` are aligned with the tokens, which they are
     not in Megatron's samples: those call their input ``tokens``, and each label is already the next token. Pure; the
-    batch stays as it is; does not wait for the device. Raises ``InputError`` as :func:`shard_index` does.
+    batch stays as it is; does not wait for the device. Raises ``InputError`` as :func:`shard_index` does, and for a
+    batch with items.
     """
     index = shard_index(batch.layout, cp_size, cp_rank, order)
-    if batch.items and cp_size > 1:
-        raise InputError(
-            "a batch with items cannot be cut for context parallel: its images belong to whole sequences",
-            where=f"fields {list(batch.items)}",
-            expected="cp = 1",
-            found=f"cp = {cp_size}",
-            hint="use the ranks for data parallel, or leave sequences with images out",
-        )
+    require_no_items(batch.items, cp_size)
     # The label of a chunk's last token is the first token of the next chunk, which another rank may hold. So labels
     # are shifted while the row is whole.
     added = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ullage.core.display import size
@@ -111,7 +111,7 @@ def _layout(layout: Layout) -> Inline:
     return Inline([_buffer(layout, "items")] if layout.size else ())
 
 
-def _buffer(layout: Layout, things: str) -> Bars:
+def _buffer(layout: Layout, things: str, entries: str = "tokens") -> Bars:
     """The flat buffer as one bar: items in turning colours, padding hatched."""
     shown = min(layout.num_items, _ITEMS)
     starts, lengths, slots = (array[:shown].tolist() for array in (layout.starts, layout.lengths, layout.slots))
@@ -121,13 +121,15 @@ def _buffer(layout: Layout, things: str) -> Bars:
         left, width, whole = (round(100 * part / end, 3) for part in (start, length, slot))
         if length:
             label = str(item) if len(str(item)) * _LETTER < width else ""
-            boxes.append(Box(left, width, f"c{item % NUM_COLOURS}", f"{things[:-1]} {item}: {length:,} tokens", label))
+            boxes.append(
+                Box(left, width, f"c{item % NUM_COLOURS}", f"{things[:-1]} {item}: {length:,} {entries}", label)
+            )
         if slot > length:
             title = f"padding of {things[:-1]} {item}: {slot - length:,} slots"
             boxes.append(Box(round(left + width, 3), round(whole - width, 3), "padding", title))
     note = f"The first {shown:,} of {layout.num_items:,} {things} are shown." if shown < layout.num_items else ""
     legend = [("padding", "padding")] if layout.num_tokens < layout.size else []
-    row = Row("buffer", tuple(boxes), f"{layout.size:,} slots")
+    row = Row("buffer", tuple(boxes), f"{layout.size:,} {'slots' if entries == 'tokens' else entries}")
     return Bars("", [row], legend, False, note)
 
 
@@ -135,10 +137,14 @@ def _batch(batch: RaggedBatch) -> Inline:
     table = [["field", "dtype", "shape", "per"]]
     for name in batch.names:
         dtype, shape = str(batch[name].dtype).removeprefix("torch."), str(list(batch[name].shape))
-        table.append([name, dtype, shape, "sequence" if name in batch.per_sequence else "token"])
+        unit = "item" if name in batch.items else "sequence" if name in batch.per_sequence else "token"
+        table.append([name, dtype, shape, unit])
     left = len(table) - 1 - _LINES
     note = f"{left:,} more fields." if left > 0 else ""
-    return Inline([_buffer(batch.layout, "sequences")] if batch.layout.size else (), table[: _LINES + 1], note)
+    bars = [_buffer(batch.layout, "sequences")] if batch.layout.size else []
+    # The rows of items in the colours of their sequences.
+    bars += [replace(_buffer(rows, "sequences", "rows"), title=name) for name, rows in batch.items.items()]
+    return Inline(bars, table[: _LINES + 1], note)
 
 
 def _inventory(inventory: Inventory) -> Inline:

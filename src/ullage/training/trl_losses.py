@@ -95,7 +95,7 @@ class UnpairedLoss(PaddedLoss):
             return super().to_ragged(batch)
         own = {name: value for name, value in batch.items() if _KL not in name}
         found = super().to_ragged(own)
-        made = WithKL({name: found[name] for name in found.names}, found.layout, found.per_sequence)
+        made = WithKL({name: found[name] for name in found.names}, found.layout, found.per_sequence, found.items)
         made.beside = super().to_ragged({name.replace(_KL, ""): batch[name] for name in batch if _KL in name})
         return made
 
@@ -298,7 +298,7 @@ class RolloutLoss(PaddedLoss):
         if not bool(mask.any()):
             mask = mask.index_fill(0, torch.tensor([len(mask) - 1]), 1)
         values = {**values, "completion_mask": mask, "tool_mask": torch.zeros_like(mask)}
-        return RaggedBatch(values, found.layout, found.per_sequence)
+        return RaggedBatch(values, found.layout, found.per_sequence, found.items)
 
     # A step.
 

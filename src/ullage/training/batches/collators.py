@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import POSITION_NAMES, behind_padding
+from ullage.core.columns import POSITION_NAMES, behind_padding, is_media
 from ullage.core.errors import InputError
 from ullage.datasets.picture_chats import PictureEncoder, is_picture_chat
 from ullage.datasets.pictures import PictureReader
@@ -114,7 +114,7 @@ class Seq2SeqCollator:
             return {**_flattened(source), **rows, "decoder_cu_seq_lens_q": target.cu_seqlens}
         # A RaggedBatch has one layout, here the sources'. Targets have other lengths, so they are per-sequence fields.
         values = {name: source[name] for name in source.names} | {name: target.to_nested(name) for name in target.names}
-        return RaggedBatch(values, source.layout, (*source.per_sequence, *target.names))
+        return RaggedBatch(values, source.layout, (*source.per_sequence, *target.names), source.items)
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,8 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
 
 def _cut(name: str, value: Any, length: int, start: int, stop: int) -> Any:
     """The part of a token-aligned value; places in the row counted from its first token; anything else as it is."""
+    if is_media(name):  # its rows are no tokens, however many there are
+        return value
     if name in POSITION_NAMES:
         return behind_padding(value, start) if start else value
     aligned = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) == length

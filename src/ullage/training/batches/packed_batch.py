@@ -11,6 +11,7 @@ import torch
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
+from ullage.core.items import join_items, split_items
 from ullage.core.layout import Layout
 from ullage.planning import Plan
 from ullage.training.batches import forms, targets
@@ -80,18 +81,25 @@ class PackedBatch(Mapping[str, Any]):
 def _end_to_end(microbatches: tuple[RaggedBatch, ...]) -> RaggedBatch:
     """One batch of the sequences of all microbatches, without padding."""
     first = microbatches[0]
-    if any(each.items for each in microbatches):  # images have rows of their own
-        samples = [sample for each in microbatches for sample in each.samples()]
-        return RaggedBatch.from_samples(samples, per_sequence=first.per_sequence, per_item=first.per_item)
-    parts = {}
+    parts, items = {}, {}
+    for name in dict.fromkeys(name for each in microbatches for name in each.items):
+        # A microbatch without the field has no rows of it.
+        rows = [
+            split_items(each[name], each.items[name]) if name in each.items else [torch.empty(0)] * len(each)
+            for each in microbatches
+        ]
+        if joined := join_items([value for each in rows for value in each]):
+            parts[name], items[name] = joined
     for name in first.names:
+        if name in items:
+            continue
         by_sequence = name in first.per_sequence
         parts[name] = torch.cat([
             each[name] if by_sequence else each[name][torch.from_numpy(each.layout.token_index())]
             for each in microbatches
         ])  # fmt: skip
     lengths = [length for each in microbatches for length in each.layout.lengths.tolist()]
-    return RaggedBatch(parts, Layout(lengths), first.per_sequence)
+    return RaggedBatch(parts, Layout(lengths), first.per_sequence, items)
 
 
 def _read_only(name: str) -> InputError:
@@ -126,8 +134,8 @@ def stand_in(
         samples = microbatch.samples() if len(microbatch) else []
         for first in range(0, len(samples), per_sample):
             sample = samples[first : first + per_sample]
-            own = {"per_sequence": microbatch.per_sequence, "per_item": microbatch.per_item}
-            found.append(RaggedBatch.from_samples(sample, **own))
+            whole, items = microbatch.per_sequence, microbatch.per_item
+            found.append(RaggedBatch.from_samples(sample, per_sequence=whole, per_item=items))
     # Two tokens of each sequence that is made up, so that a loss that shifts still has one label to take the mean over.
     made_up = targets.placeholder(empty, [2] * per_sample, counts=True)
     return min(filter(counts, found), key=lambda each: each.numel(), default=made_up)

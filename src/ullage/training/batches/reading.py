@@ -21,11 +21,12 @@ from transformers.utils import logging
 
 from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_shifts, package_of
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
+from ullage.core.items import rows_of_one
 from ullage.core.layout import Layout
 from ullage.core.movement import to_device
-from ullage.core.rows import beginnings, read_row
+from ullage.core.rows import beginnings, host_integers, read_row
 from ullage.datasets.picture_chats import PICTURE_COLUMNS
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
@@ -334,6 +335,7 @@ def _embedding_of(model: nn.Module) -> int | None:
 _BOUNDS = "cu_seq_lens_q"
 #: What says where sequences lie, and nothing else.
 _PLACES = ("attention_mask", "position_ids", "seq_idx", "seq_lengths", _BOUNDS, "cu_seq_lens_k")
+_ITEM_BOUNDS = "cu_seq_items"
 _NUMBERS = ("max_length_q", "max_length_k")
 
 
@@ -360,7 +362,8 @@ def as_ragged(batch: Any, main_input: str = "input_ids", *, pairs: bool = False)
     shape = tuple(main.shape[:2])
     counted = next((name for name in ("position_ids", "seq_idx") if _fits(fields.get(name), shape)), None)
     if _BOUNDS in fields or ("attention_mask" not in fields and counted is not None):
-        return _flat(fields, shape, counted)
+        bounds = {name: host_integers(rows, _ITEM_BOUNDS) for name, rows in batch.get(_ITEM_BOUNDS, {}).items()}
+        return _flat(fields, shape, counted, {name: Layout(np.diff(rows)) for name, rows in bounds.items()})
     if "attention_mask" not in fields:
         raise _unknown(batch)
     return _padded(fields, shape, pairs)
@@ -390,7 +393,9 @@ def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
     return tensor is not None and tuple(tensor.shape) == shape
 
 
-def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None) -> RaggedBatch:
+def _flat(
+    fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None, items: dict[str, Layout]
+) -> RaggedBatch:
     """Sequences that lie end to end, bounded by ``cu_seq_lens_q`` or where the field ``counted`` begins anew."""
     size = shape[0] * shape[1]
     # Indices repeat within a sequence.
@@ -417,12 +422,16 @@ def _flat(fields: dict[str, Tensor], shape: tuple[int, ...], counted: str | None
     for name, tensor in fields.items():
         if name in _PLACES:
             continue
-        if tuple(tensor.shape[:2]) == shape:
+        if name not in items and is_media(name):
+            items[name] = rows_of_one(name, tensor, layout.num_items)
+        if name in items:
+            values[name] = tensor
+        elif tuple(tensor.shape[:2]) == shape:
             values[name] = tensor.flatten(0, 1)
         else:  # one entry per sequence, or RaggedBatch says what is wrong with it
             values[name] = tensor
             whole.append(name)
-    return RaggedBatch(values, layout, whole)
+    return RaggedBatch(values, layout, whole, items)
 
 
 def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> RaggedBatch:
@@ -433,7 +442,7 @@ def _padded(fields: dict[str, Tensor], shape: tuple[int, ...], pairs: bool) -> R
         _require_running(positions, mask)
     values = {name: tensor for name, tensor in fields.items() if name not in _PLACES}
     targets = {name: values.pop(name) for name in list(values) if pairs and is_target(name) and values[name].ndim > 1}
-    whole = [name for name, tensor in values.items() if tuple(tensor.shape[:2]) != shape]
+    whole = [name for name, tensor in values.items() if tuple(tensor.shape[:2]) != shape and not is_media(name)]
     batch = RaggedBatch.from_padded(values, mask, whole)
     if not targets:
         return batch

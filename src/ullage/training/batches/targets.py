@@ -62,7 +62,7 @@ def join_targets(batch: RaggedBatch) -> RaggedBatch:
     values: dict[str, Tensor] = {}
     for name in batch.names:
         is_behind = name in names
-        if name in batch.per_sequence and not is_behind:
+        if name in batch.items or (name in batch.per_sequence and not is_behind):
             values[name] = batch[name]
             continue
         tokens = (
@@ -73,7 +73,7 @@ def join_targets(batch: RaggedBatch) -> RaggedBatch:
         values[name] = row.index_copy(0, torch.from_numpy(there[is_behind]), tokens)
     values[TARGET_LENGTH] = torch.from_numpy(targets)
     whole = [name for name in batch.per_sequence if name not in names]
-    return RaggedBatch(values, layout, (*whole, TARGET_LENGTH))
+    return RaggedBatch(values, layout, (*whole, TARGET_LENGTH), batch.items)
 
 
 def split_targets(batch: RaggedBatch) -> RaggedBatch:
@@ -86,7 +86,9 @@ def split_targets(batch: RaggedBatch) -> RaggedBatch:
     offsets = torch.from_numpy(np.append(0, targets.cumsum()))
     whole, values = [], {}
     for name in batch.names:
-        if name in batch.per_sequence:
+        if name in batch.items:
+            values[name] = batch[name]
+        elif name in batch.per_sequence:
             values[name] = batch[name]
             whole.append(name)
         elif is_target(name):
@@ -96,7 +98,7 @@ def split_targets(batch: RaggedBatch) -> RaggedBatch:
         else:
             values[name] = batch[name][torch.from_numpy(ranges(starts, sources))]
     del values[TARGET_LENGTH]
-    return RaggedBatch(values, Layout(sources), whole)
+    return RaggedBatch(values, Layout(sources), whole, batch.items)
 
 
 def placeholder(batch: RaggedBatch, lengths: list[int] | None = None, **options: Any) -> RaggedBatch:

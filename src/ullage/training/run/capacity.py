@@ -257,7 +257,7 @@ class _Rows:
             most = -(-min(step * longest, _MOST) // MULTIPLE) * MULTIPLE
             most = max(most, -(-longest // MULTIPLE) * MULTIPLE)
         required = longest if keeps_whole else 0
-        return cls(joined, required, most, not batch.per_sequence and not targets.is_joined(joined))
+        return cls(joined, required, most, not (batch.per_sequence or batch.items) and not targets.is_joined(joined))
 
     def row(self, tokens: int) -> RaggedBatch:
         """One row of ``tokens`` tokens; of at most as many where no sample may be cut, and of one sample at least."""
@@ -273,7 +273,8 @@ class _Rows:
                 break
             made.append(sample)
             size += length
-        return RaggedBatch.from_samples(made, per_sequence=self.samples.per_sequence)
+        whole, items = self.samples.per_sequence, self.samples.per_item
+        return RaggedBatch.from_samples(made, per_sequence=whole, per_item=items)
 
 
 def _made_up(reader: BatchReader) -> RaggedBatch:

@@ -201,9 +201,8 @@ class PackingProof:
         # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
         fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
         long, short = fitting[-1], fitting[0]
-        # A sequence with images cannot be cut, nor one with a value of its own.
-        can_be_cut = not any(each.per_sequence or each.items for each in there)
-        if len(set(lengths[fitting])) < 3 and can_be_cut and lengths[long] > 3:
+        can_cut = not there[0].per_sequence and not any(batch.items for batch in there)
+        if len(set(lengths[fitting])) < 3 and can_cut and lengths[long] > 3:
             # Of too few lengths: cut to others.
             size = int(lengths[long])
             sizes = (size // 4 + 1, size, size // 2 + 1, size // 2 + 1)
@@ -218,7 +217,7 @@ class PackingProof:
         # And one more of a length that is there: by lengths, these two share a call.
         alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
         longer = [each for each in order if each != middle and lengths[each] > lengths[middle]]
-        if not alike and longer and can_be_cut:
+        if not alike and longer and can_cut:
             return [*chosen, _one_sequence(*places[longer[0]], most=int(lengths[middle]))]
         return [*chosen, _one_sequence(*places[alike[-1] if alike else middle], most=most)]
 
