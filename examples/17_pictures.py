@@ -61,7 +61,7 @@ def make_rows(number: int, folder: Path, name: str, chance: random.Random) -> li
     rows = []
     for at in range(number):
         kind = list(QUESTIONS)[at % 3]
-        count = 1 + at // 12 % 3 if at // 3 % 2 else 1
+        count = (1, 2, 1, 3)[at // 12 % 4]
         asked = chance.randrange(count)
         names, seen = [], []
         for place in range(count):

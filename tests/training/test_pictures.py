@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support import picture_parts, picture_script
-from tests.support.small_runs import said_by_ullage
+from tests.support.small_runs import on_ranks, said_by_ullage
 from ullage.core.batch import RaggedBatch
 from ullage.training import RaggedCollator
 
@@ -44,3 +44,28 @@ def test_the_collator_gives_each_sample_what_it_gets_alone():
         assert all(torch.equal(alone[name], sample[name]) for name in alone)
     flat = RaggedCollator(processor=collator.processor, flattened=True)(picture_parts.ROWS[:3])
     assert flat["cu_seq_items"]["image_grid_thw"].tolist() == [0, 1, 1, 3]
+
+
+#: Steps in which each rank has images, one has none, or (under DDP) none has any.
+CASES = {
+    "ddp": ["qwen2_5_vl", {}],
+    "ddp llava": ["llava", {}],
+    "ddp frozen tower": ["qwen2_5_vl", {"trains": "text"}],
+    "ddp adapters of the tower": ["qwen2_5_vl", {"trains": "adapters of the tower"}],
+    "ddp adapters of text": ["llava", {"trains": "adapters of text"}],
+    "fsdp": ["qwen2_5_vl", {"fsdp": "full_shard"}],
+}
+SHARDED = {f"zero {stage} {kind}": [kind, {"stage": stage, "rows": "mixed"}] for stage in (2, 3) for kind in KINDS}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("cases", [CASES, SHARDED], ids=["ddp and fsdp", "zero"])
+def test_two_ranks_train_as_one_process_on_padded_rows(cases, tmp_path):
+    ranks = on_ranks(2, picture_script, tmp_path, list(cases.values()), timeout=500)
+    for at, (name, (kind, options)) in enumerate(cases.items()):
+        alone = {key: value for key, value in options.items() if key in ("trains", "rows")}
+        reference = picture_script.run(kind, tmp_path / "alone", packed=False, **alone)
+        for rank in ranks:
+            assert_same(rank[at], reference)
+        assert any(count == 0 for rank in ranks for count in rank[at]["images"]), f"{name}: no rank was without images"
