@@ -19,6 +19,12 @@ if TYPE_CHECKING:
         mock_lengths as mock_lengths,
     )
     from ullage.datasets.packing import PackReport as PackReport, pack_dataset as pack_dataset, pack_file as pack_file
+    from ullage.datasets.picture_chats import (
+        PictureDataset as PictureDataset,
+        PictureEncoder as PictureEncoder,
+        tokenize_pictures as tokenize_pictures,
+    )
+    from ullage.datasets.pictures import PictureReader as PictureReader, load_processor as load_processor
     from ullage.datasets.tables import read_table as read_table
     from ullage.datasets.text import (
         TokenDataset as TokenDataset,
@@ -35,6 +41,8 @@ else:
             "chats": ["tokenize_chats", "use_end_token", "use_template"],
             "lengths": ["CAPACITIES", "WORKLOADS", "MockSamples", "mock_lengths"],
             "packing": ["PackReport", "pack_dataset", "pack_file"],
+            "picture_chats": ["PictureDataset", "PictureEncoder", "tokenize_pictures"],
+            "pictures": ["PictureReader", "load_processor"],
             "tables": ["read_table"],
             "text": ["TokenDataset", "byte_tokenizer", "docstrings", "load_text", "split_held_out", "tokenize"],
         },

@@ -31,7 +31,8 @@ CHAT_COLUMNS = ("messages", "conversations")
 PROMPT, COMPLETION = "prompt", "completion"
 _BESIDE = ("tools", "chat_template_kwargs")
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: What a chat template marks the assistant's words with.
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: Templates by name: each turn between two marks, its role in the first line; the assistant's is marked for the loss.
 TEMPLATES = {
     "chatml": (
@@ -352,7 +353,7 @@ class _Encoder:
         if self._loss.completion_only is False:
             return ids, masks
         # The prompt alone may end in other tokens than before the completion, which then begins where they part.
-        start = _common(before, ids)
+        start = common_tokens(before, ids)
         if start == len(ids) and isinstance(row[PROMPT], str) and ids[-1] == self._tokenizer.eos_token_id:
             start -= 1  # the end of an empty completion, which the tokenizer puts behind any text
         return ids, [*masks, [place >= start for place in range(len(ids))]]
@@ -361,7 +362,7 @@ class _Encoder:
         if not self._loss.assistant_only:
             return self._applied(messages, row), []
         template = self._tokenizer.get_chat_template(None, _tools(row))
-        if _MARKED.search(template) and getattr(self._tokenizer, "is_fast", False):
+        if MARKED.search(template) and getattr(self._tokenizer, "is_fast", False):
             made = self._tokenizer.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_options(row)
             )
@@ -389,7 +390,7 @@ class _Encoder:
         ids = self._ids(whole, plain=True)
         mask = [False] * len(ids)
         for begin, end in spans:
-            start, stop = (_common(self._ids(whole[:place], plain=True), ids) for place in (begin, end))
+            start, stop = (common_tokens(self._ids(whole[:place], plain=True), ids) for place in (begin, end))
             mask[start:stop] = [True] * (stop - start)
         return ids, [mask]
 
@@ -430,7 +431,7 @@ def _options(row: Row) -> dict[str, Any]:
     return {"tools": _tools(row), **(row.get("chat_template_kwargs") or {})}
 
 
-def _common(some: Sequence[int], others: Sequence[int]) -> int:
+def common_tokens(some: Sequence[int], others: Sequence[int]) -> int:
     """Number of leading tokens that two sequences have in common."""
     for place, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.cli.train.model import find_or_fetch, name_with_revision, refuse_near
+from ullage.cli.train.pictures import KIND, holds_pictures, image_folder_of, require_possible, rows_of
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
@@ -38,6 +39,8 @@ from ullage.datasets.chats import (
     use_end_token,
     use_template,
 )
+from ullage.datasets.picture_chats import PictureDataset, PictureEncoder, tokenize_pictures
+from ullage.datasets.pictures import PictureReader
 from ullage.datasets.tables import ENDINGS, EmptyDataError, line_of, quiet, read_table, stream_rows, text_column
 from ullage.datasets.text import TokenDataset, docstrings, split_held_out, texts_of, tokenize
 
@@ -64,12 +67,14 @@ class TakenSamples:
 
     Attributes:
         rows: texts, lists of token ids, or rows of chats.
-        kind: what one is called: "texts", "chats" or "prompts".
+        kind: what one is called: "texts", "chats", "prompts" or "pictures".
         name: of the source, as it was typed, and its revision.
         numbers: of the rows in the source; ``None`` for all of them.
         num_empty: rows that were left out because they hold no text.
         invalid: what is said of rows that were left out because they cannot be used.
         stream: the ``datasets.IterableDataset`` whose first rows these are; ``None`` where these are all.
+        image_folder: that the images of the rows lie in.
+        place_of: how a row is named in a message, by its number.
     """
 
     rows: Sequence[Any]
@@ -79,11 +84,13 @@ class TakenSamples:
     num_empty: int = 0
     invalid: str | None = None
     stream: Any = None
+    image_folder: str | None = None
+    place_of: Callable[[int], str] | None = None
 
     @property
     def talks(self) -> bool:
         """Whether a chat template writes these samples."""
-        return self.kind != "texts" and len(self.rows) > 0 and are_messages(self.rows)
+        return self.kind not in ("texts", KIND) and len(self.rows) > 0 and are_messages(self.rows)
 
 
 def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, TakenSamples]:
@@ -97,6 +104,8 @@ def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, Taken
         held_out = _samples(command, "data" if data.eval_data is None else "eval_data", data.eval_split, say)
     else:
         training, held_out = _split(training, data.held_out)
+    if KIND in (training.kind, held_out.kind):
+        require_possible(command)
     if not held_out.rows and command.training.load_best_model_at_end:
         raise InputError(
             "there is nothing to choose the best model by",
@@ -183,7 +192,8 @@ def _split(samples: TakenSamples, fraction: float) -> tuple[TakenSamples, TakenS
     }
     # What was left out is said once.
     training = replace(samples, rows=kept, numbers=sides[False])
-    return training, TakenSamples(left, samples.kind, samples.name, sides[True])
+    held_out = replace(samples, rows=left, numbers=sides[True], num_empty=0, invalid=None, stream=None)
+    return training, held_out
 
 
 def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice) -> TakenSamples:
@@ -197,7 +207,11 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     local = _local(command, argument, sources)
     name = ", ".join(name_with_revision(command, argument, source) for source in sources)
     table = read_table(local, data.data_config, split, blanks=True)
-    return _taken(command, table, name, partial(_place, local, split), say)
+    place_of = partial(_place, local, split)
+    if holds_pictures(command, table):
+        folder = image_folder_of(command, sources)
+        return TakenSamples(rows_of(table), KIND, name, image_folder=folder, place_of=place_of)
+    return _taken(command, table, name, place_of, say)
 
 
 def _taken(
@@ -336,6 +350,15 @@ def _tokenized(samples: TakenSamples, command: TrainCommand, tokenizer: Any) -> 
     data = command.data
     most = data.max_length or None
     try:
+        if samples.kind == KIND:
+            return tokenize_pictures(
+                samples.rows,
+                PictureEncoder(tokenizer, PictureReader(samples.image_folder)),
+                most,
+                numbers=samples.numbers,
+                where=str if samples.place_of is None else samples.place_of,
+                skip_invalid=data.skip_invalid,
+            )
         if samples.kind == "texts":
             return tokenize(samples.rows, tokenizer, most, numbers=samples.numbers)
         return tokenize_chats(
@@ -359,7 +382,13 @@ def _line_about(samples: TakenSamples, dataset: TokenDataset, use: str, max_leng
         line += f", {dataset.num_labels:,} of them with a label"
     lost: list[str] = [f"{samples.num_empty:,} empty left out"] if samples.num_empty else []
     lost += [] if samples.invalid is None else [samples.invalid]
-    if dataset.num_invalid:
+    if isinstance(dataset, PictureDataset):
+        line += f", {dataset.num_images:,} images"
+        if dataset.num_too_long:
+            lost.append(f"{dataset.num_too_long:,} of more than {max_length} tokens left out (--max_length)")
+        if dataset.num_invalid:
+            lost.append(f"{dataset.num_invalid:,} that cannot be used left out")
+    elif dataset.num_invalid:
         lost.append(f"{dataset.num_invalid:,} that the chat template refuses left out")
     if dataset.num_truncated:
         lost.append(

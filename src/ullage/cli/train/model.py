@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+)
 from transformers.integrations import deepspeed as integration
 
 from ullage.cli.train.limits import require_causal
 from ullage.cli.train.lora import ADAPTER, adapted, quantized
+from ullage.cli.train.pictures import PICTURES, picture_config
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import ModelArguments, TrainCommand
 from ullage.core.errors import InputError, listed
@@ -59,11 +67,18 @@ class Chosen:
 
     ``model``: the folder or config; None for a new model by name, and where a checkpoint says everything.
     ``added``: the ids of tokens that this call gives to the tokenizer.
+    ``processor``: of a model that takes images.
     """
 
     model: Path | None
     tokenizer: Any
     added: Sequence[int] = ()
+    processor: Any = None
+
+    @property
+    def kind(self) -> Any:
+        """The Auto class of the model."""
+        return AutoModelForCausalLM if self.processor is None else AutoModelForImageTextToText
 
 
 # Names
@@ -121,7 +136,7 @@ def _near_model(name: str) -> str | None:
     """The name of a new model that was meant, if one was: ``llama-64x2`` by ``lama-64x2`` and by ``llama-64x2x9``."""
     head, _, sizes = name.partition("-")
     match = re.match(r"\d+(x\d+)?", sizes)
-    near = get_close_matches(head, [*CELLS, "llama"], n=1, cutoff=0.75)  # of four letters, three
+    near = get_close_matches(head, [*CELLS, "llama", PICTURES], n=1, cutoff=0.75)  # of four letters, three
     if not near or (sizes and match is None):
         return None
     return f"{near[0]}-{match[0]}" if match is not None else near[0]
@@ -163,17 +178,23 @@ def _is_new(name: str) -> bool:
     match = _NAME.fullmatch(name)
     # It gives way to a folder that holds a model, not to one that happens to have its name.
     is_folder = any((Path(name) / file).is_file() for file in ("config.json", *WEIGHT_FILES))
-    return match is not None and match["cell"] in (*CELLS, "llama") and not is_folder
+    return match is not None and match["cell"] in (*CELLS, "llama", PICTURES) and not is_folder
 
 
 # The model's folder, and the tokenizer
 
 
-def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen:
+def choose(
+    command: TrainCommand,
+    checkpoint: Path | None,
+    say: Voice,
+    processor_of: Callable[[Path | None], tuple[Any, str]] | None = None,
+) -> Chosen:
     """Find the model and the tokenizer of a call, and say what they are. Collective where a name is not on the disk.
 
     A run that continues takes the revisions that it took before, which the command holds, and the tokenizer of its
-    checkpoint unless the call names another. Raises ``InputError`` for a name that means nothing, and for a model with
+    checkpoint unless the call names another. ``processor_of`` gives the processor of a folder, or a new one, and what
+    is said of it, for data with images. Raises ``InputError`` for a name that means nothing, and for a model with
     weights that comes without a tokenizer where the call names none.
     """
     model, name, code = None, command.model.model, command.model.trust_remote_code
@@ -186,6 +207,10 @@ def choose(command: TrainCommand, checkpoint: Path | None, say: Voice) -> Chosen
         say(f"model: {name_with_revision(command, 'model', name)}")
         if not (model / ADAPTER).is_file():
             _config_from(model, command.model)  # before the tokenizer's reader speaks of it
+    if processor_of is not None:
+        processor, note = processor_of(checkpoint or model)
+        say(f"processor: {note}")
+        return Chosen(model, processor.tokenizer, processor=processor)
     tokenizer, note = _tokenizer(command, model, checkpoint)
     say(f"tokenizer: {note}")
     return Chosen(model, tokenizer)
@@ -243,17 +268,17 @@ def load_model(command: TrainCommand, chosen: Chosen, checkpoint: Path | None, s
         assert found is not None
         model = adapted(command, base, found, checkpoint, chosen.added, say)
     elif checkpoint is not None:
-        model = _new(_config_from(checkpoint, arguments), arguments)
+        model = _new(_config_from(checkpoint, arguments), arguments, chosen.kind)
         with contextlib.suppress(OSError, ValueError):  # it may have ends of its own, and how it samples
             model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
     elif found is not None and _has_weights(found):
         _refuse_dropout(arguments)
-        model = load_pretrained(found, arguments, say)
+        model = load_pretrained(found, arguments, say, chosen.kind)
         _hold(model, chosen.tokenizer, say)
     else:
         config = _config(arguments, chosen)
-        model = _drawn(lambda: _new(config, arguments))
-    if not command.adapter.use_peft:  # which has looked already
+        model = _drawn(lambda: _new(config, arguments, chosen.kind))
+    if not command.adapter.use_peft and chosen.processor is None:  # adapters have looked already; towers look both ways
         require_causal(model)
     return model
 
@@ -273,14 +298,17 @@ def _base(command: TrainCommand, chosen: Chosen, say: Callable[[str], Any]) -> A
             else None,
         )
     _refuse_dropout(command.model)
-    model = load_pretrained(found, command.model, say, **quantized(command))
+    model = load_pretrained(found, command.model, say, chosen.kind, **quantized(command))
     _hold(model, chosen.tokenizer, say)
-    require_causal(model)
+    if chosen.processor is None:
+        require_causal(model)
     return model
 
 
-def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str], Any], **options: Any) -> Any:
-    """The causal language model in ``folder``, with its weights.
+def load_pretrained(
+    folder: Path, arguments: ModelArguments, say: Callable[[str], Any], kind: Any = AutoModelForCausalLM, **options: Any
+) -> Any:
+    """The causal language model in ``folder``, with its weights; ``kind`` is its Auto class.
 
     A head that was not saved, because the folder is another kind of model's, starts new, and a line says so; so do
     other missing weights where ``--allow_missing_weights`` asks for it. Weights that nobody reads are named too.
@@ -293,7 +321,7 @@ def load_pretrained(folder: Path, arguments: ModelArguments, say: Callable[[str]
     pickled = not arguments.allow_pickle_weights and any(folder.glob("pytorch_model*.bin"))
     hint = "--allow_pickle_weights takes pytorch_model.bin; torch then reads tensors only" if pickled else None
     with one_line_of("the model cannot be loaded", where=str(folder), hint=hint):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=arguments.trust_remote_code,
@@ -364,10 +392,11 @@ def _require_decoder(config: Any, where: str) -> None:
         )
 
 
-def _new(config: Any, arguments: ModelArguments) -> Any:
+def _new(config: Any, arguments: ModelArguments, kind: Any) -> Any:
     _require_decoder(config, arguments.model)
-    with one_line_of("this config does not describe a causal language model", where=arguments.model):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    what = "a causal language model" if kind is AutoModelForCausalLM else "a model that reads images and writes text"
+    with one_line_of(f"this config does not describe {what}", where=arguments.model):
+        return kind.from_config(config, trust_remote_code=arguments.trust_remote_code)
 
 
 def _config(arguments: ModelArguments, chosen: Chosen) -> Any:
@@ -381,6 +410,8 @@ def _config(arguments: ModelArguments, chosen: Chosen) -> Any:
     kinds = ("pad", "bos", "eos")
     ids: dict[str, Any] = {f"{kind}_token_id": getattr(chosen.tokenizer, f"{kind}_token_id", None) for kind in kinds}
     ids["vocab_size"] = len(chosen.tokenizer)
+    if match["cell"] == PICTURES:
+        return picture_config(hidden_size, layers, ids, chosen.processor)
     if recurrent:
         sizes = {"hidden_size": hidden_size, "num_hidden_layers": layers, "dropout": arguments.dropout or 0.0}
         return RecurrentConfig(cell=match["cell"], **sizes, **ids)

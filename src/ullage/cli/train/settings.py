@@ -22,8 +22,8 @@ class DataArguments:
     data: list[str] | None = _option(  # noqa: RUF009
         None,
         "files (.jsonl, .json, .csv, .tsv, .parquet, .arrow, or .txt with one text per line), a pattern, a "
-        "folder, or the name of a data set on the hub (org/name, perhaps with @revision); chats and prompts with "
-        "completions too; without it, the docstrings of this Python's standard library",
+        "folder, or the name of a data set on the hub (org/name, perhaps with @revision); chats, with images or "
+        "without, and prompts with completions too; without it, the docstrings of this Python's standard library",
         metavar="DATA",
         aliases=["--dataset_name"],
     )
@@ -44,6 +44,12 @@ class DataArguments:
         "the column that holds the texts, lists of token ids, or chats; without it 'messages', 'prompt' and "
         "'completion', 'input_ids', 'text', or the only one",
         metavar="NAME",
+    )
+    image_folder: str | None = _option(
+        None,
+        "the folder that the images named in --data lie in; without it, that of the data file",
+        metavar="FOLDER",
+        aliases=["--image_dir"],
     )
     eval_data: list[str] | None = _option(None, "data to evaluate on, instead of a part of --data", metavar="DATA")  # noqa: RUF009
     eval_split: str | None = _option(
@@ -75,7 +81,9 @@ class DataArguments:
     max_length: int = _option(1024, "cut sequences that are longer, in tokens; 0 cuts none (said in the output)")
     skip_invalid: bool = _option(
         False,
-        "leave out rows that cannot be used, and say how many: no text, no chat, or a template that fails",
+        "leave out rows that cannot be used, and say how many: no text, no chat, a template that fails, or an image "
+        "that cannot be read",
+        aliases=["--skip_broken_images"],
     )
     streaming: bool = _option(
         False,
@@ -107,7 +115,8 @@ class ModelArguments:
     model: str = _option(
         "lstm",
         "a folder with a model or its config, a config .json, a new model by name (lstm, gru, rnn_tanh, rnn_relu,"
-        " mingru, minlstm, llama, with sizes if you like: gru-512, llama-256x4), or one of the Hugging Face cache"
+        " mingru, minlstm, llama, for images qwen2_5_vl, with sizes if you like: gru-512, llama-256x4), or one of the"
+        " Hugging Face cache"
         " or hub (gpt2, ORG/NAME, ORG/NAME@REVISION); in this order",
     )
     dropout: float | None = _option(None, "dropout of a new recurrent model (0)")

@@ -75,6 +75,7 @@ def _run(argv: list[str], first: bool) -> None:
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
     from ullage.cli.train.lora import require_adaptable
+    from ullage.cli.train.pictures import KIND, PICTURES, picture_script
     from ullage.cli.train.progress import Writing, device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, save_and_summarize, script_of
@@ -103,8 +104,11 @@ def _run(argv: list[str], first: bool) -> None:
     require_layout_of(situation.checkpoint, command.parallel.asked)
     command.revisions.update(revisions_before(command, situation.checkpoint))
     samples = read_samples(command, say)  # read before the weights, which may take minutes
-    tokenizer, model = _model_of(command, situation.checkpoint, samples, say)
-    training, held_out = datasets_of(samples, within_positions(command, model, say), tokenizer, say)
+    has_pictures = samples[0].kind == KIND
+    if has_pictures and "model" not in command.given:
+        command = replace(command, model=replace(command.model, model=PICTURES))
+    tokenizer, processor, model = _model_of(command, situation.checkpoint, samples, say)
+    training, held_out = datasets_of(samples, within_positions(command, model, say), processor, say)
     vocab_size = model.config.get_text_config().vocab_size
     for dataset, names in ((training, command.data.data), (held_out, command.data.eval_data or command.data.data)):
         if dataset is not None:
@@ -116,7 +120,7 @@ def _run(argv: list[str], first: bool) -> None:
         say(f"{type(model).__name__}: {num_parameters(model):,} parameters, {dtype}")
     say(step_line(command, training))
     source = training if samples[0].stream is None else streamed_samples(samples, tokenizer, vocab_size)
-    make_trainer = partial(_trainer, command, model, tokenizer, source, held_out)
+    make_trainer = partial(_trainer, command, model, processor, source, held_out)
     if command.run.dry_run:
         told = rehearse(command, model, tokenizer, training, held_out, partial(make_trainer, first=False))
         tell(told, say, command.output.json and first)
@@ -124,7 +128,10 @@ def _run(argv: list[str], first: bool) -> None:
     if command.training.distributed_state is not None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     # Of the model as it is now: an engine may put layers of its own into it.
-    code = script_of(command, model, sample_of(command, samples, tokenizer, training, held_out))
+    if has_pictures:
+        code = picture_script(command, samples[0])
+    else:
+        code = script_of(command, model, sample_of(command, samples, tokenizer, training, held_out))
     with no_empty_folder(command), _readable(command):
         # Before anything is written: a trainer refuses what it cannot do with this model.
         asked = command.output.sample_prompts
@@ -162,19 +169,24 @@ def _send(command: TrainCommand) -> None:
 
 def _model_of(
     command: TrainCommand, checkpoint: Path | None, samples: Sequence[TakenSamples], say: Voice
-) -> tuple[Any, Any]:
-    """The tokenizer, fit for ``samples``, and the model."""
+) -> tuple[Any, Any, Any]:
+    """The tokenizer, fit for ``samples``; the processor, which is the tokenizer of data without images; the model."""
     from transformers import set_seed
 
     from ullage.cli.train.data import require_tokenizable
     from ullage.cli.train.model import choose, load_model
+    from ullage.cli.train.pictures import KIND, processor_for
 
-    chosen = choose(command, checkpoint, say)
-    known = len(chosen.tokenizer)
-    require_tokenizable(samples, command, chosen.tokenizer, say, may_grow=checkpoint is None)
-    chosen = replace(chosen, added=range(known, len(chosen.tokenizer)))
+    if samples[0].kind == KIND:
+        chosen = choose(command, checkpoint, say, partial(processor_for, command, samples))
+    else:
+        chosen = choose(command, checkpoint, say)
+        known = len(chosen.tokenizer)
+        require_tokenizable(samples, command, chosen.tokenizer, say, may_grow=checkpoint is None)
+        chosen = replace(chosen, added=range(known, len(chosen.tokenizer)))
     set_seed(command.training.seed)  # Trainer does it too, but after the weights are drawn
-    return chosen.tokenizer, load_model(command, chosen, checkpoint, say)
+    model = load_model(command, chosen, checkpoint, say)
+    return chosen.tokenizer, chosen.tokenizer if chosen.processor is None else chosen.processor, model
 
 
 @contextlib.contextmanager
@@ -203,7 +215,7 @@ def _readable(command: TrainCommand) -> Iterator[None]:
 def _trainer(
     command: TrainCommand,
     model: Any,
-    tokenizer: Any,
+    processor: Any,
     training: Any,
     held_out: Any,
     *,
@@ -221,7 +233,7 @@ def _trainer(
     if held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO
     given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
-    given |= {"processing_class": tokenizer, "data_collator": RaggedCollator()}
+    given |= {"processing_class": processor, "data_collator": RaggedCollator()}
     trainer: Trainer
     with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
         trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)

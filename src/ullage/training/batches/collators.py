@@ -7,6 +7,7 @@ length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,15 @@ import numpy as np
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import POSITION_NAMES, behind_padding, is_media
 from ullage.core.errors import InputError
+from ullage.datasets.picture_chats import PictureEncoder, is_picture_chat
+from ullage.datasets.pictures import PictureReader
 
 _TARGETS = ("labels", "decoder_input_ids")
 #: The column of a packed row with the lengths of its sequences; the name is TRL's.
 SEQ_LENGTHS = "seq_lengths"
 _TOKENIZE = (
     "tokenize first: ullage.datasets.tokenize(texts, tokenizer), or dataset.map(lambda row: tokenizer(row['text'])); "
-    "`ullage train --data` takes files of texts and chats"
+    "`ullage train --data` takes files of texts and chats, RaggedCollator(processor=...) conversations with images"
 )
 
 
@@ -36,6 +39,10 @@ class RaggedCollator:
 
     A row that was packed ahead (:func:`ullage.datasets.pack_dataset`) is told by its ``seq_lengths``, and taken apart.
 
+    With a ``processor`` a sample may be a conversation, with images or without
+    (:mod:`ullage.datasets.picture_chats` says in which forms): its labels are what the assistant says. Each image is
+    decoded once, here, so in the workers of a data loader that has some.
+
     Raises ``InputError`` that names sample and field.
 
     Attributes:
@@ -44,14 +51,24 @@ class RaggedCollator:
             model.
         pad_to_multiple_of: each sequence's slot is rounded up to a multiple of this many tokens.
         per_sequence: names of array fields with one entry per sequence.
+        processor: of transformers, for conversations with images.
+        image_folder: that the names of images are looked up in.
     """
 
     flattened: bool = False
     labels_from: str | None = None
     pad_to_multiple_of: int = 1
     per_sequence: tuple[str, ...] = ()
+    processor: Any = None
+    image_folder: str | os.PathLike[str] | None = None
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:  # a ``DataCollator`` for type checkers
+        if self.processor is not None:
+            encoder = PictureEncoder(self.processor, PictureReader(self.image_folder))
+            samples = [
+                encoder.encode(sample, f"sample {i} of the batch") if is_picture_chat(sample) else sample
+                for i, sample in enumerate(samples)
+            ]
         require_tokenized(samples)
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
         prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]

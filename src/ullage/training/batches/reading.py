@@ -27,6 +27,7 @@ from ullage.core.items import rows_of_one
 from ullage.core.layout import Layout
 from ullage.core.movement import to_device
 from ullage.core.rows import beginnings, host_integers, read_row
+from ullage.datasets.picture_chats import PICTURE_COLUMNS
 from ullage.mixers.packed_model import is_packed
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
@@ -152,8 +153,11 @@ class BatchReader:
         are stored: a column of texts would be removed later, because no model takes it, and what is left would not say
         why nothing is there.
         """
-        ours = (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator)
-        if not isinstance(self._trainer.data_collator, ours):
+        ours, collator = (
+            (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator),
+            self._trainer.data_collator,
+        )
+        if not isinstance(collator, ours) or getattr(collator, "processor", None) is not None:
             return
         evaluated = self._trainer.eval_dataset
         several = evaluated.items() if isinstance(evaluated, dict) else [(None, evaluated)]
@@ -181,11 +185,13 @@ class BatchReader:
     def columns(self, chosen: list[str]) -> list[str]:
         """The columns that the trainer chose, and those that our collator and the model behind a wrapper take.
 
-        A field of weights is kept too.
+        A field of weights is kept too, and conversations with images are where the collator has a processor.
         """
         columns = self._columns_of_model(chosen)
         ours = isinstance(self._trainer.data_collator, (RaggedCollator, EitherCollator))
         more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours and self.main_input in columns else None]
+        if getattr(self._trainer.data_collator, "processor", None) is not None and ours:
+            more += PICTURE_COLUMNS
         return [*columns, *(name for name in more if name is not None and name not in columns)]
 
     def _columns_of_model(self, chosen: list[str]) -> list[str]:

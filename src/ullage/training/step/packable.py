@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention import packing_problem, require_packing
+from ullage.attention.support import text_modules
+from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.mixers import call_equally_often, is_packed, pack_model
+from ullage.mixers import call_equally_often, is_packed, pack_model, run_towers_always
+from ullage.mixers.items import takes_items
 from ullage.mixers.packed_model import forward_of, put_in
+from ullage.mixers.towers import features_of
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
+from ullage.ranks.world import gather
 
 #: Ways in which a model calls each layer once for a row.
 _EQUAL_CALLS = ("native", "mixers")
@@ -71,6 +77,47 @@ def require_equal_calls(model: nn.Module) -> None:
         found=f"{None if forward is None else forward.way}, under ZeRO 3 or FSDP",
         hint="leave packing_capacity and pack_model out: the batches are padded then",
     )
+
+
+def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_sharded: bool) -> list[nn.Parameter]:
+    """Make several ranks run the towers of a packed model equally often in a step, images or none. Collective.
+
+    Args:
+        model: bare.
+        microbatches: of this rank in the step.
+        is_sharded: whether ranks gather parameters in each call, also those that are not trained.
+
+    Returns the parameters of the towers where no rank has an image in the step: what has no gradient on one process
+    has none on several, so that an optimizer leaves it as it is. Raises ``InputError`` on every rank for a model whose
+    towers run by sequence, where a microbatch has no image and another one has.
+    """
+    if not takes_items(model):
+        return []
+    towers = _tower_parameters(model)
+    can_stand_in = True
+    if is_sharded or towers:
+        forward = forward_of(model)
+        can_stand_in = bool(forward is not None and forward.stand_ins) or run_towers_always(model)
+    has_items = [bool(each.items) for each in microbatches]
+    found = gather((any(has_items), all(has_items)))
+    if not any(some for some, _ in found):
+        return towers
+    if not can_stand_in and not all(each for _, each in found):
+        raise InputError(
+            "a microbatch without images would leave out the tower, where ranks wait for each other in it",
+            where=type(model).__name__,
+            expected="a model that takes the images of a row at once, or images in every microbatch",
+            found="a microbatch of text alone",
+            hint="train on one process, freeze the tower (under DDP, ZeRO 1 or 2), or leave packing_capacity out",
+        )
+    return []
+
+
+def _tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that only images reach."""
+    part = features_of(model)
+    text = {id(each) for _, module in text_modules(part) for each in module.parameters(recurse=False)}
+    return [each for each in part.parameters() if each.requires_grad and id(each) not in text]
 
 
 def truncation_problem(model: nn.Module) -> InputError | None:

@@ -212,7 +212,7 @@ class PackingProof:
             ]
         others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
         middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
-        taken = [short, long, middle]
+        taken = _with_items([short, long, middle], fitting, places)
         chosen = [_one_sequence(*places[each], most=most) for each in taken]
         # And one more of a length that is there: by lengths, these two share a call.
         alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
@@ -275,6 +275,21 @@ def _one_sequence(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     if length > most and not batch.per_sequence and not batch.items:
         sample = {name: value[:most] for name, value in sample.items()}
     return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence, per_item=batch.per_item)
+
+
+def _with_items(taken: list[int], fitting: Sequence[int], places: Sequence[tuple[RaggedBatch, int]]) -> list[int]:
+    """The numbers of sequences of which the last two have images, if two are there."""
+
+    def has_items(number: int) -> bool:
+        batch, place = places[number]
+        return any(rows.lengths[place] for rows in batch.items.values())
+
+    there = [each for each in fitting if has_items(each)]
+    for number in (there[-1], there[0]) if there else ():
+        lacking = [at for at, each in enumerate(taken) if at and not has_items(each)]
+        if lacking and number not in taken:
+            taken[lacking[-1]] = number
+    return taken
 
 
 def forget_trace(model: Any) -> None:

@@ -1,0 +1,153 @@
+"""A model that answers questions about pictures, trained from nothing: drawn here, trained by `ullage train`.
+
+    python examples/17_pictures.py
+
+Each picture shows a shape of some colour at some place. A question asks for one of the three, of one picture or of one
+among several, and has four answers, each as often as the others: who guesses is right once in four. The rows have
+LLaVA's form, a JSONL beside a folder of images; the model is a small Qwen2.5-VL, packed: no token and no patch of
+padding. Afterwards it answers questions about pictures that it has not seen, and the same questions with the pictures
+exchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from transformers import AutoModelForImageTextToText
+
+from ullage.datasets import PictureReader, load_processor
+
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 50)}
+PLACES = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
+QUESTIONS = {"shape": "Which shape", "colour": "Which colour", "place": "Where"}
+ORDER = ("first", "second", "third")
+SIZE = 32
+
+
+def draw(seen: dict[str, str], chance: random.Random) -> Image.Image:
+    """A picture of a shape; its size, where it is within its quarter, and the background are left to chance."""
+    grey = chance.randrange(0, 40)
+    picture = Image.new("RGB", (SIZE, SIZE), (grey, grey, grey))
+    pen, radius = ImageDraw.Draw(picture), chance.uniform(4.5, 6.5)
+    column, row = PLACES[seen["place"]]
+    x, y = (SIZE // 4 + at * SIZE // 2 + chance.uniform(-1.5, 1.5) for at in (column, row))
+    box, colour = (x - radius, y - radius, x + radius, y + radius), COLOURS[seen["colour"]]
+    if seen["shape"] == "circle":
+        pen.ellipse(box, fill=colour)
+    elif seen["shape"] == "square":
+        pen.rectangle(box, fill=colour)
+    elif seen["shape"] == "triangle":
+        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
+    else:
+        pen.line((x, y - radius, x, y + radius), fill=colour, width=3)
+        pen.line((x - radius, y, x + radius, y), fill=colour, width=3)
+    return picture
+
+
+def make_rows(number: int, folder: Path, name: str, chance: random.Random) -> list[dict[str, Any]]:
+    """Questions about one picture, or about one of up to three; each answer of a question equally often."""
+    answers = {"shape": list(SHAPES), "colour": list(COLOURS), "place": list(PLACES)}
+    rows = []
+    for at in range(number):
+        kind = list(QUESTIONS)[at % 3]
+        count = (1, 2, 1, 3)[at // 12 % 4]
+        asked = chance.randrange(count)
+        names, seen = [], []
+        for place in range(count):
+            seen.append({part: chance.choice(choices) for part, choices in answers.items()})
+            if place == asked:
+                seen[-1][kind] = answers[kind][at // 3 % 4]
+            names.append(f"{name}-{at}-{place}.png")
+            draw(seen[-1], chance).save(folder / names[-1])
+        which = f" in the {ORDER[asked]} picture?" if count > 1 else " is it?"
+        said = [
+            {"from": "human", "value": "<image>\n" * count + QUESTIONS[kind] + which},
+            {"from": "gpt", "value": seen[asked][kind]},
+        ]
+        rows.append({"image": names, "conversations": said})
+    return rows
+
+
+def answers_of(
+    model: Any, processor: Any, rows: list[dict[str, Any]], images: list[list[str]], reader: Any
+) -> list[str]:
+    """What the model answers to the questions of rows about these images."""
+    said = []
+    for row, names in zip(rows, images, strict=True):
+        pictures = [{"type": "image", "image": reader.read(name, name)} for name in names]
+        question = row["conversations"][0]["value"].replace("<image>\n", "")
+        chat = [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+        prompt = processor.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+        said.append(processor.decode(written[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=3000, help="questions to train on")
+    parser.add_argument("--epochs", type=float, default=4)
+    parser.add_argument("--held-out", type=int, default=240, help="questions to answer afterwards")
+    parser.add_argument("--folder", help="keep the pictures and the model here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.folder or temporary)
+        run(folder, arguments)
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> None:
+    """Draw, train, and ask."""
+    pictures, chance = folder / "pictures", random.Random(0)
+    pictures.mkdir(parents=True, exist_ok=True)
+    kept = make_rows(arguments.held_out, pictures, "held", chance)
+    rows = {"train": make_rows(arguments.rows, pictures, "train", chance), "held": kept}
+    for name, each in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+
+    begun = time.perf_counter()
+    command = [
+        *(sys.executable, "-m", "ullage", "train"),
+        *("--data", str(folder / "train.jsonl"), "--eval_data", str(folder / "held.jsonl")),
+        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-64x2"),
+        *("--packing_capacity", "1024", "--per_device_train_batch_size", "32"),
+        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "3e-3"),
+        *("--output_dir", str(folder / "model"), "--overwrite_output_dir", "--save_strategy", "no"),
+    ]
+    subprocess.run(command, check=True)
+    print(f"trained in {time.perf_counter() - begun:.0f} s")
+
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
+    processor, reader = load_processor(folder / "model"), PictureReader(pictures)
+    wanted = [row["conversations"][1]["value"] for row in kept]
+    own = [row["image"] for row in kept]
+    # Each question gets the pictures of another one, of as many pictures.
+    exchanged = list(own)
+    for count in {len(names) for names in own}:
+        alike = [at for at, names in enumerate(own) if len(names) == count]
+        others = chance.sample(alike, len(alike))
+        for at, other in zip(others, [*others[1:], others[0]]):
+            exchanged[at] = own[other]
+    with torch.no_grad():
+        right = [
+            sum(said == answer for said, answer in zip(answers_of(model, processor, kept, images, reader), wanted))
+            for images in (own, exchanged)
+        ]
+    print(f"held-out questions: {right[0] / len(kept):.1%} right, guessing 25.0%")
+    print(f"with the pictures exchanged: {right[1] / len(kept):.1%} right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Models that see images train packed as they train padded: losses, norms, evaluation; on one process and on two."""
+
+import pytest
+import torch
+
+from tests.support import picture_parts, picture_script
+from tests.support.small_runs import on_ranks, said_by_ullage
+from ullage.core.batch import RaggedBatch
+from ullage.training import RaggedCollator
+
+KINDS = ("qwen2_5_vl", "llava")
+
+
+def assert_same(result, reference):
+    assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+    assert result["eval_loss"] == pytest.approx(reference["eval_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """What transformers' own Trainer makes of padded rows."""
+    return {
+        kind: picture_script.run(kind, tmp_path_factory.mktemp("padded"), packed=False, trains=trains)
+        for kind, trains in [(kind, "all") for kind in KINDS]
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_steps_are_the_padded_ones(kind, padded, tmp_path):
+    with said_by_ullage() as said:
+        assert_same(picture_script.run(kind, tmp_path), padded[kind])
+    assert not any("weak" in line for line in said)
+
+
+def test_the_collator_gives_each_sample_what_it_gets_alone():
+    collator = RaggedCollator(processor=picture_parts.processor("qwen2_5_vl"))
+    batch = collator(picture_parts.ROWS)
+    assert isinstance(batch, RaggedBatch)
+    assert set(batch.per_item) == {"pixel_values", "image_grid_thw"}
+    for row, sample in zip(picture_parts.ROWS, batch.samples(), strict=True):
+        (alone,) = collator([row]).samples()
+        assert alone.keys() == sample.keys()
+        assert all(torch.equal(alone[name], sample[name]) for name in alone)
+    flat = RaggedCollator(processor=collator.processor, flattened=True)(picture_parts.ROWS[:3])
+    assert flat["cu_seq_items"]["image_grid_thw"].tolist() == [0, 1, 1, 3]
+
+
+#: Steps in which each rank has images, one has none, or (under DDP) none has any.
+CASES = {
+    "ddp": ["qwen2_5_vl", {}],
+    "ddp llava": ["llava", {}],
+    "ddp frozen tower": ["qwen2_5_vl", {"trains": "text"}],
+    "ddp adapters of the tower": ["qwen2_5_vl", {"trains": "adapters of the tower"}],
+    "ddp adapters of text": ["llava", {"trains": "adapters of text"}],
+    "fsdp": ["qwen2_5_vl", {"fsdp": "full_shard"}],
+}
+SHARDED = {f"zero {stage} {kind}": [kind, {"stage": stage, "rows": "mixed"}] for stage in (2, 3) for kind in KINDS}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("cases", [CASES, SHARDED], ids=["ddp and fsdp", "zero"])
+def test_two_ranks_train_as_one_process_on_padded_rows(cases, tmp_path):
+    ranks = on_ranks(2, picture_script, tmp_path, list(cases.values()), timeout=500)
+    for at, (name, (kind, options)) in enumerate(cases.items()):
+        alone = {key: value for key, value in options.items() if key in ("trains", "rows")}
+        reference = picture_script.run(kind, tmp_path / "alone", packed=False, **alone)
+        for rank in ranks:
+            assert_same(rank[at], reference)
+        assert any(count == 0 for rank in ranks for count in rank[at]["images"]), f"{name}: no rank was without images"
