@@ -84,8 +84,9 @@ def outcome(model, call):
     return logits.detach(), torch.cat([each.flatten() for each in found if each is not None])
 
 
-def alone(model):
-    return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows_of() if len(row)])
+def alone(model, device=None):
+    rows = [row.to(device) for row in rows_of() if len(row)]
+    return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
 
 
 def assert_near(found, expected, limit):
