@@ -6,8 +6,8 @@ flex attention's mask of blocks, the order of sequences by length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,23 +16,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.measuring import TOLERANCE, LeftOut, Setting, Way, compare, require
+from benchmarks.gpu.measuring import TOLERANCE, LeftOut, Setting, Way, Work, compare, require
 
 PADDED = "torch SDPA, padded"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``window``: tokens that a query sees, itself included; None for all."""
+    """``window``: tokens that a query sees, with itself; None for all. ``softcap`` as Gemma 2, ``sinks`` as GPT-OSS."""
 
     heads: int
     key_heads: int
     dim: int
     dtype: torch.dtype
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def work(self, lengths: np.ndarray) -> Work:
+        """Forward and backward: two products of the forward, five of the backward, over the pairs that are seen."""
+        each = lengths.astype(np.int64)
+        seen = np.minimum(each, self.window or each.max())
+        pairs = int((seen * (seen + 1) // 2 + (each - seen) * seen).sum())
+        rows = int(each.sum()) * self.dim * torch.empty(0, dtype=self.dtype).element_size()
+        # Queries, outputs and their gradients; keys, values and theirs.
+        return Work(
+            14.0 * self.heads * self.dim * pairs, rows * (6.0 * self.heads + 6 * self.key_heads), str(self.dtype)[6:]
+        )
 
     def __str__(self) -> str:
         window = f", window {self.window}" if self.window else ""
+        window += f", soft cap {self.softcap:g}" if self.softcap else ""
+        window += ", sinks" if self.sinks else ""
         return f"{self.heads} heads, {self.key_heads} of keys, dim {self.dim}, {str(self.dtype)[6:]}{window}"
 
 
@@ -40,14 +55,22 @@ LARGE = (
     Shape(32, 8, 128, torch.bfloat16),
     Shape(32, 8, 64, torch.bfloat16),
     Shape(32, 8, 64, torch.bfloat16, window=512),
+    Shape(16, 8, 256, torch.bfloat16, softcap=50.0),
+    Shape(64, 8, 64, torch.bfloat16, window=128, sinks=True),
     Shape(32, 8, 64, torch.float32),
 )
-SMALL = (Shape(4, 2, 16, torch.bfloat16), Shape(4, 2, 16, torch.float32), Shape(4, 2, 16, torch.float32, window=8))
+_TINY = Shape(4, 2, 16, torch.float32)
+SMALL = (
+    replace(_TINY, dtype=torch.bfloat16), _TINY, replace(_TINY, window=8), replace(_TINY, softcap=2.0),
+    replace(_TINY, window=8, sinks=True),
+)  # fmt: skip
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
-    lengths = setting.lengths(*((6, 96) if setting.small else (16, 4096)))
-    return [_table(setting, shape, lengths) for shape in (SMALL if setting.small else LARGE)]
+def run(setting: Setting) -> Iterator[dict[str, Any]]:
+    for shape in SMALL if setting.small else LARGE:
+        # Scores in full, which sinks and soft caps have for a rival, take 20 GB at these lengths.
+        longest = 4096 if shape.softcap is None and not shape.sinks else 1024
+        yield _table(setting, shape, setting.lengths(*((6, 96) if setting.small else (16, longest))))
 
 
 def _table(setting: Setting, shape: Shape, lengths: np.ndarray) -> dict[str, Any]:
@@ -66,6 +89,7 @@ def _table(setting: Setting, shape: Shape, lengths: np.ndarray) -> dict[str, Any
         alone=lambda: row.sequence_by_sequence(lengths.tolist()),
         mixed=lambda: row.sequence_by_sequence([int(lengths.sum())]),
         tolerance=TOLERANCE[shape.dtype],
+        work=shape.work(lengths),
     )
 
 
@@ -79,6 +103,8 @@ class _Row:
         made = [torch.randn(tokens, *size, generator=generator).to(device, shape.dtype) for size in sizes]
         self.inputs, self.weights = [tensor.requires_grad_() for tensor in made[:3]], made[3]
         self.shape, self.lengths = shape, lengths
+        #: A score more for each head, or none.
+        self.sinks = torch.linspace(-1, 3, shape.heads, device=device) if shape.sinks else None
         self.longest, self.device = longest, device
         self.cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         #: Which places of padded rows [N, L] hold a token.
@@ -100,8 +126,7 @@ class _Row:
         inputs = [tensor.detach().float().requires_grad_() for tensor in self.inputs]
         outputs = []
         for query, key, value in zip(*(tensor.split(list(lengths)) for tensor in inputs)):
-            mask = self._mask(len(query))
-            outputs.append(_torchs(query[None], key[None], value[None], mask)[0])
+            outputs.append(self._torchs(query[None], key[None], value[None], self._mask(len(query)))[0])
         mixed = torch.cat(outputs)
         return [mixed, *self._gradients(mixed, self.weights.float(), inputs)]
 
@@ -125,13 +150,29 @@ class _Row:
         weights, mask = spread(self.weights), self._mask(self.longest)
 
         def results() -> list[Tensor]:
-            mixed = _torchs(*(spread(tensor) for tensor in self.inputs), mask)[self.real]
+            mixed = self._torchs(*(spread(tensor) for tensor in self.inputs), mask)[self.real]
             return [mixed, *self._gradients(mixed, self.weights, self.inputs)]
 
         return Way(
-            run=lambda: self._gradients(_torchs(*rows, mask), weights, rows),
+            run=lambda: self._gradients(self._torchs(*rows, mask), weights, rows),
             results=results,
         )
+
+    def _torchs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """torch's attention; with the scores in full, as transformers' models do, where torch's takes no option."""
+        if self.shape.softcap is None and self.sinks is None:
+            return _torchs(query, key, value, mask)
+        groups = query.shape[2] // key.shape[2]
+        key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
+        scores = torch.einsum("nqhd,nkhd->nhqk", query, key) * query.shape[-1] ** -0.5
+        if self.shape.softcap is not None:
+            scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
+        places = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if mask is None else mask
+        scores = scores.masked_fill(~places, -torch.inf).float()
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[1]].to(value.dtype)
+        return torch.einsum("nhqk,nkhd->nqhd", weights, value)
 
 
 def _torchs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -153,6 +194,8 @@ def _has_backward(attend: Any, device: torch.device) -> bool:
 def _varlen(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from ullage.attention.varlen import serves_varlen, varlen_attention
 
+    if row.shape.softcap is not None or row.shape.sinks:
+        raise LeftOut("torch's varlen kernel takes neither soft caps nor sinks")
     if not serves_varlen(query, value, 0.0):
         raise LeftOut("torch's varlen kernel takes half precision on CUDA, from Ampere on")
     return varlen_attention(query, key, value, row.cu_seqlens, row.longest, window=row.shape.window)
@@ -163,24 +206,32 @@ def _flex(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     if query.is_cuda and not serves_flex(query, value, 0.0):
         raise LeftOut("flex attention does not take this shape")
+    options: dict[str, Any] = {"window": row.shape.window, "softcap": row.shape.softcap, "sinks": row.sinks}
     if query.is_cuda:
-        return flex_attention(query, key, value, row.cu_seqlens, window=row.shape.window, training=True)
+        return flex_attention(query, key, value, row.cu_seqlens, training=True, **options)
+    if row.shape.sinks:
+        raise LeftOut("torch has no sum of flex attention's weights on a CPU")
     parts = (tensor.detach() for tensor in (query, key, value))
-    return flex_attention(*parts, row.cu_seqlens, window=row.shape.window, training=True)
+    return flex_attention(*parts, row.cu_seqlens, training=True, **options)
 
 
 def _by_lengths(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from ullage.attention import packed_attention
 
-    return packed_attention(query, key, value, row.lengths.tolist(), window=row.shape.window)
+    options: dict[str, Any] = {"window": row.shape.window, "softcap": row.shape.softcap, "sinks": row.sinks}
+    return packed_attention(query, key, value, row.lengths.tolist(), **options)
 
 
 def _flash(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     require("flash_attn")
     if not query.is_cuda or query.dtype == torch.float32:
         raise LeftOut("flash-attn takes half precision on CUDA")
+    if row.shape.sinks:
+        raise LeftOut("flash-attn 2 takes no sinks")
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     window = (-1, -1) if row.shape.window is None else (row.shape.window - 1, 0)
     ends = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
-    return flash_attn_varlen_func(query, key, value, *ends, causal=True, window_size=window)
+    return flash_attn_varlen_func(
+        query, key, value, *ends, causal=True, window_size=window, softcap=row.shape.softcap or 0.0
+    )

@@ -7,7 +7,7 @@ elsewhere; without the kernels of a model there is nothing to measure on a GPU, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.gpu.measuring import DEEP, Setting, Way, compare, guarded, require
+from benchmarks.gpu.measuring import DEEP, Setting, Way, compare, guarded, require, work_of
 
 _SCANS = ("mamba_ssm", "causal_conv1d")
 
@@ -66,6 +66,11 @@ KINDS = {
         {"num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},
         {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     ),
+    "lfm2": Kind(
+        ("causal_conv1d",),
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3},
+        {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    ),
     "falcon_h1": Kind(
         _SCANS,
         {"mamba_d_ssm": 2048, **_mamba("mamba_", 32, 64, 128)},
@@ -96,10 +101,11 @@ _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
+def run(setting: Setting) -> Iterator[dict[str, Any]]:
     require("transformers")
     lengths = setting.lengths(*((5, 48) if setting.small else (16, 4096)))
-    return [_table(setting, name, lengths) for name in KINDS]
+    for name in KINDS:
+        yield _table(setting, name, lengths)
 
 
 def _table(setting: Setting, name: str, lengths: np.ndarray) -> dict[str, Any]:
@@ -133,8 +139,10 @@ def _compared(setting: Setting, title: str, model: nn.Module, lengths: np.ndarra
 
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, model.config.vocab_size, (int(n),), generator=generator) for n in lengths]  # pyright: ignore
-    packed = copy.deepcopy(model)
+    packed, by_lengths = copy.deepcopy(model), copy.deepcopy(model)
     ullage.pack_model(packed)
+    ullage.pack_model(by_lengths)
+    told = _forget_kernels(by_lengths)
     row = ullage.RaggedBatch.from_samples([{"input_ids": ids, "labels": ids} for ids in rows]).to(setting.device)
     real = torch.arange(int(lengths.max())) < torch.tensor(lengths)[:, None]
     padded = {
@@ -160,15 +168,30 @@ def _compared(setting: Setting, title: str, model: nn.Module, lengths: np.ndarra
 
         return Way(step, results)
 
+    def apart() -> Way:
+        return way(by_lengths, row.to_flattened(), lambda found: found[0])
+
     return compare(
         setting,
         title,
         {
             "transformers, padded": lambda: way(model, padded, lambda found: found[real.to(setting.device)]),
             "ullage, packed": lambda: way(packed, row.to_flattened(), lambda found: found[0]),
+            # The mixers once per length, as where no kernel takes lengths.
+            **({"ullage, mixers by lengths": apart} if told else {}),
         },
         lengths=lengths,
         alone=lambda: logits(rows),
         mixed=lambda: logits([torch.cat(rows)]),
         tolerance=DEEP[next(model.parameters()).dtype],
+        work=work_of(model, int(lengths.sum())),
     )
+
+
+def _forget_kernels(model: nn.Module) -> int:
+    """Let the mixers of a packed model run by lengths; how many were told the lengths in one call."""
+    forwards = [vars(part).get("forward") for part in model.modules()]
+    told = [each for each in forwards if getattr(each, "length_keywords", ())]
+    for each in told:
+        vars(each)["length_keywords"] = ()
+    return len(told)

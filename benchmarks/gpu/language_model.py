@@ -13,14 +13,25 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measuring import DEEP, LeftOut, Setting, allowed, distance, free, guarded, padded_over_real, require
+from benchmarks.gpu.measuring import (
+    DEEP,
+    LeftOut,
+    Setting,
+    allowed,
+    distance,
+    free,
+    guarded,
+    padded_over_real,
+    require,
+    work_of,
+)
 
 PADDED, OURS = "transformers, padded, SDPA", "ullage"
 TRL_FLASH, TRL_SDPA = "TRL packing (bfd), flash attention", "TRL packing (bfd), SDPA"
@@ -80,9 +91,12 @@ def run(setting: Setting) -> list[dict[str, Any]]:
             continue
         speeds = [line["tokens_per_second"] for line in each]
         found[way] |= {**each[-1], "tokens_per_second": statistics.median(speeds), "all_tokens_per_second": speeds}
-    parameters = sum(p.numel() for p in _model(sizes, torch.device("meta"), dtype, "sdpa").parameters())
+    model = _model(sizes, torch.device("meta"), dtype, "sdpa")
+    parameters = sum(p.numel() for p in model.parameters())
     table = {"title": f"Training a Llama of {parameters:,} parameters, {str(dtype)[6:]}"}
-    table |= {"num_tokens": int(lengths.sum()), "padded_over_real": padded_over_real(lengths), "tolerance": tolerance}
+    table |= asdict(work_of(model, int(lengths.sum())))
+    table |= {"num_tokens": int(lengths.sum()), "padded_over_real": padded_over_real(lengths)}
+    table["tolerance"] = tolerance
     return [{**table, "mixed_up_differs_by": control, "ways": found}]
 
 

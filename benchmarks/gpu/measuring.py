@@ -15,12 +15,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: How far the results of one layer may be from the sequences alone, in the mean square, as a share.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
@@ -62,6 +62,28 @@ class Way:
     results: Callable[[], Sequence[Tensor]]
 
 
+@dataclass(frozen=True)
+class Work:
+    """The least that a call has to do: ``flops`` and ``bytes`` (read and written once each), in this ``dtype``."""
+
+    flops: float
+    bytes: float
+    dtype: str
+
+
+def work_of(model: nn.Module, tokens: int) -> Work:
+    """Of a model forward and backward: six operations a parameter and token, and its weights read twice, written once.
+
+    Embeddings that are looked up count as memory alone, and attention and scans not at all.
+    """
+    parameters = list(model.parameters())
+    looked_up = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
+    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    computed = sum(each.numel() for each in parameters) - (0 if tied else looked_up)
+    size = sum(each.numel() * each.element_size() for each in parameters)
+    return Work(6.0 * computed * tokens, 3.0 * size, str(parameters[0].dtype)[6:])
+
+
 def require(*modules: str) -> None:
     """Raise ``LeftOut`` for the first module that is not installed."""
     for module in modules:
@@ -89,6 +111,7 @@ def compare(
     alone: Callable[[], Sequence[Tensor]],
     mixed: Callable[[], Sequence[Tensor]],
     tolerance: float,
+    work: Work | None = None,
 ) -> dict[str, Any]:
     """A table: what each way differs by from the sequences alone, its times, tokens per second and memory.
 
@@ -100,6 +123,7 @@ def compare(
         alone: results of each sequence by itself.
         mixed: results of the row as one sequence; see :func:`allowed`.
         tolerance: what may differ by rounding; see :func:`distance`.
+        work: what one call needs at least for the real tokens; times show which share of the machine's peaks that is.
     """
     expected = alone()
     control = distance(mixed(), expected)
@@ -119,6 +143,7 @@ def compare(
         found[name] |= {"milliseconds": [round(t, 4) for t in each], "median_ms": median}
         found[name]["tokens_per_second"] = int(lengths.sum()) / median * 1000
     table = {"title": title, "num_tokens": int(lengths.sum()), "padded_over_real": padded_over_real(lengths)}
+    table |= {} if work is None else asdict(work)
     return {**table, "tolerance": tolerance, "mixed_up_differs_by": control, "ways": found}
 
 

@@ -24,6 +24,12 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 #: The section of the page that is made from the newest results lies between these lines.
 BEGIN, END = "<!-- results of make bench-gpu: begin -->", "<!-- results of make bench-gpu: end -->"
 NO_RESULTS = "No figure exists yet: `make bench-gpu` has not run on a machine with a GPU."
+#: By a part of the name that nvidia-smi says, the first that fits: TFLOP/s of dense bfloat16 products, and GB/s of the
+#: memory, by NVIDIA's data sheets.
+PEAKS = {
+    "H100 PCIe": (756.0, 2039.0), "H100 NVL": (835.0, 3938.0), "H100": (989.0, 3352.0), "H200": (989.0, 4800.0),
+    "B200": (2250.0, 8000.0), "A100": (312.0, 2039.0), "L40S": (362.0, 864.0),
+}  # fmt: skip
 #: What nvidia-smi is asked for.
 _ASKED = (
     "name",
@@ -112,7 +118,7 @@ def section(found: dict[str, Any] | None, name: str = "") -> str:
     lines = [*wrapped(f"{head} {versions}. `{name}`")]
     for case_name, case in found["cases"].items():
         lines += ["", f"### {case_name.replace('_', ' ').capitalize()}"]
-        lines += ["", *_case(case, found["rehearsal"])]
+        lines += ["", *_case(case, found["rehearsal"], _peaks(gpu.get("name", "")))]
     return "\n".join(lines)
 
 
@@ -127,11 +133,15 @@ def _reason(line: dict[str, Any]) -> str:
     return f"failed: {line['failed']}" if "failed" in line else ""
 
 
-def _case(case: dict[str, Any], rehearsal: bool) -> Iterator[str]:
+def _peaks(name: str) -> tuple[float, float] | None:
+    return next((peaks for part, peaks in PEAKS.items() if part in name), None)
+
+
+def _case(case: dict[str, Any], rehearsal: bool, peaks: tuple[float, float] | None = None) -> Iterator[str]:
     if reason := _reason(case):
         yield from wrapped(f"{reason[0].upper()}{reason[1:]}.")
-        return
-    for table in case["tables"]:
+        yield from [""] if case.get("tables") else []
+    for table in case.get("tables", ()):
         if reason := _reason(table):
             yield from [*wrapped(f"{table['title']}: {reason}."), ""]
             continue
@@ -139,11 +149,16 @@ def _case(case: dict[str, Any], rehearsal: bool) -> Iterator[str]:
             f"{table['title']}: {table['num_tokens']:,} tokens, padded {table['padded_over_real']:.2f} times as many"
         )
         yield from [*wrapped(f"{title}; mixed up, they differ by {table['mixed_up_differs_by']:.2g}."), ""]
-        yield "| way | real tokens/s | times the first | ms | peak memory, MiB | differs from the sequences alone by |"
-        yield "|---|---|---|---|---|---|"
+        if peaks is not None and "flops" in table:
+            yield from [*wrapped(f"Peaks: {peaks[0]:,.0f} TFLOP/s (bfloat16, dense), {peaks[1]:,.0f} GB/s."), ""]
+        yield (
+            "| way | real tokens/s | times the first | ms | peak memory, MiB | differs from the sequences alone by "
+            "| TFLOP/s, GB/s at least |"
+        )
+        yield "|---|---|---|---|---|---|---|"
         first = next(iter(table["ways"].values())).get("tokens_per_second")
         for name, way in table["ways"].items():
-            yield _row(name, way, first, rehearsal)
+            yield f"{_row(name, way, first, rehearsal)} {_of_peaks(table, way, peaks)} |"
         yield ""
 
 
@@ -156,6 +171,18 @@ def _row(name: str, way: dict[str, Any], first: float | None, rehearsal: bool) -
     times = f"{way['tokens_per_second'] / first:.2f}" if first else ""
     peak = "" if way["peak_bytes"] is None else f"{way['peak_bytes'] / 2**20:,.0f}"
     return f"| {name} | {way['tokens_per_second']:,.0f} | {times} | {way['median_ms']:.2f} | {peak} | {differs} |"
+
+
+def _of_peaks(table: dict[str, Any], way: dict[str, Any], peaks: tuple[float, float] | None) -> str:
+    """What the real tokens need at least, by the time that they took, beside the machine's peaks."""
+    if "flops" not in table or "tokens_per_second" not in way:
+        return ""
+    seconds = table["num_tokens"] / way["tokens_per_second"]
+    rates = table["flops"] / seconds / 1e12, table["bytes"] / seconds / 1e9
+    shares = ["" if peaks is None else f" ({rate / peak:.0%})" for rate, peak in zip(rates, peaks or rates)]
+    if table["dtype"] != "bfloat16":
+        shares[0] = ""  # the peak is that of another precision
+    return f"{rates[0]:,.1f}{shares[0]}, {rates[1]:,.0f}{shares[1]}"
 
 
 def shown(name: str, case: dict[str, Any], rehearsal: bool) -> str:

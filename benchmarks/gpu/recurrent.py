@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measuring import DEEP, Setting, Way, compare, require
+from benchmarks.gpu.measuring import DEEP, Setting, Way, compare, require, work_of
 
 CELLS = ("lstm", "gru")
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
+def run(setting: Setting) -> Iterator[dict[str, Any]]:
     require("transformers", "typer", "rich")  # the last two for the benchmark of the same ways on a CPU
     lengths = setting.lengths(*((6, 64) if setting.small else (64, 2048)))
     hidden = 16 if setting.small else 1024
-    kinds = [(cell, dtype) for cell in CELLS for dtype in (torch.float32, torch.bfloat16)]
-    return [_table(setting, cell, dtype, hidden, lengths) for cell, dtype in kinds]
+    for cell in CELLS:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield _table(setting, cell, dtype, hidden, lengths)
 
 
 def _table(setting: Setting, cell: str, dtype: torch.dtype, hidden: int, lengths: np.ndarray) -> dict[str, Any]:
@@ -72,4 +73,5 @@ def _table(setting: Setting, cell: str, dtype: torch.dtype, hidden: int, lengths
         alone=lambda: alone(lengths.tolist()),
         mixed=lambda: alone([int(lengths.sum())]),
         tolerance=DEEP[dtype],
+        work=work_of(model, int(lengths.sum())),
     )

@@ -1,4 +1,7 @@
-"""One case in a process of its own: ``python -m benchmarks.gpu.worker NAME FILE [--device cpu] [--small]``."""
+"""One case in a process of its own: ``python -m benchmarks.gpu.worker NAME FILE [--device cpu] [--small]``.
+
+Each table goes to ``--lines`` at once, a line of JSON: one that comes too late takes none before it along.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import os
 import time
 import warnings
 from contextlib import nullcontext
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lines", type=Path, help="file of a line for each table, as it comes")
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore")
@@ -42,9 +47,22 @@ def main(arguments: list[str] | None = None) -> None:
     cases = {"attention": attention, "recurrent": recurrent, "hybrids": hybrids, "language_model": language_model}
     setting = Setting(torch.device(options.device), options.small, options.repeats)
     began = time.perf_counter()
+    tables: list[dict[str, Any]] = []
+
+    def work() -> dict[str, Any]:
+        for table in cases[options.name].run(setting):
+            tables.append(table)
+            if options.lines is not None:
+                line = {"case": options.name, "at": datetime.now().astimezone().isoformat(timespec="seconds"), **table}
+                with options.lines.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return {}
+
     # A rehearsal waits for no compiler.
     with torch.compiler.set_stance("force_eager") if setting.is_rehearsal else nullcontext():
-        found: dict[str, Any] = guarded(lambda: {"tables": cases[options.name].run(setting)})
+        found: dict[str, Any] = guarded(work)
+    if tables or not found:
+        found["tables"] = tables
     found |= {"seconds": round(time.perf_counter() - began, 1), "versions": versions()}
     options.file.write_text(json.dumps(found))
 

@@ -5,16 +5,25 @@
     ULLAGE_TEST_DEVICE=cpu make test-gpu         # the tests' own arithmetic, without a GPU
 
 Needs nothing but the standard library. The Python that is chosen needs torch and pytest, and may lack everything else:
-a test whose library is missing is skipped and says so. Nothing is installed.
+a test whose library is missing is skipped and says so. Nothing is installed. Each result is a line of
+``build/test_gpu.jsonl`` at once. Tests that have not begun after MINUTES=8 are skipped, and all ends within a minute
+more; ``make test-gpu PYTEST_ARGS="tests/gpu/test_kernels.py"`` runs a file.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTHING_RUN = 5
+NOTHING_RUN, TOO_LONG = 5, 6
+LINES = ROOT / "build" / "test_gpu.jsonl"
+#: What would be wrong on every GPU first, what needs other packages and several processes last.
+FILES = [
+    f"tests/gpu/test_{name}.py" for name in ("batches", "attention", "kernels", "packed_models", "recurrent", "engines")
+]
 #: Prints what this Python has, for the choice below.
 PROBE = """
 import importlib.util as u
@@ -37,8 +46,23 @@ def main() -> int:
         print(f"{python} sees a GPU and has no pytest: nothing was run")
         return NOTHING_RUN
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [python, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rs", "--confcutdir", "tests/gpu", *sys.argv[1:]]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+    asked = sys.argv[1:]
+    files = [] if any(each.startswith("tests/gpu/") for each in asked) else FILES
+    command = [python, "-m", "pytest", *files, "-m", "gpu", "-rs", "--confcutdir", "tests/gpu", *asked]
+    minutes = float(os.environ.get("MINUTES", "8"))
+    environment = {"PYTHONPATH": path, "TEST_GPU_SECONDS": str(60 * minutes), "TEST_GPU_LINES": str(LINES)}
+    LINES.parent.mkdir(exist_ok=True)
+    LINES.unlink(missing_ok=True)
+    began = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
+    try:
+        return began.wait(60 * minutes + 50)
+    except subprocess.TimeoutExpired:
+        began.send_signal(signal.SIGINT)  # pytest ends with its summary
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            began.wait(8)
+        began.kill()
+        print(f"not done after {minutes:g} minutes; what was done: {LINES.relative_to(ROOT)}")
+        return TOO_LONG
 
 
 def candidates() -> list[str]:

@@ -62,6 +62,37 @@ def test_attention_by_lengths_is_the_cpus(device, dtype, shape, window):
     assert_all_close(found, expected_of(shape, window), dtype)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("option", ["soft cap", "sinks", "both"])
+@pytest.mark.parametrize("kernel", ["by lengths", "flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_soft_caps_and_sinks_are_the_cpus(device, dtype, kernel, option, window):
+    """Scores far beyond the cap, and a sink that takes nearly all of a head's weight."""
+    from ullage.attention import packed_attention
+    from ullage.attention.varlen import flex_attention, serves_flex
+
+    def options(where):
+        sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0], device=where) if option != "soft cap" else None
+        return {"window": window, "softcap": 0.5 if option != "sinks" else None, "sinks": sinks}
+
+    expected = run(
+        lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options("cpu")), "grouped", "cpu", torch.float32
+    )
+    if kernel == "by lengths":
+        found = run(lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options(device)), "grouped", device, dtype)
+        return assert_all_close(found, expected, dtype)
+    query, _, value, _ = tensors("grouped")
+    if device.type == "cpu":
+        pytest.skip("torch has neither a backward nor the sum of the weights of flex attention on a CPU")
+    if not serves_flex(query.to(device, dtype), value.to(device, dtype), 0.0):
+        pytest.skip("flex attention does not take this shape here")
+    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    found = run(
+        lambda q, k, v: flex_attention(q, k, v, cu_seqlens, training=True, **options(device)), "grouped", device, dtype
+    )
+    return assert_all_close(found, expected, dtype)
+
+
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -6,14 +6,16 @@ The kernels are stand-ins with the packages' signatures (``tests.support.kernel_
 import copy
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.support.kernel_standins import CALLS, PACKAGES, file_of
-from ullage import Layout, RaggedBatch, pack_model
-from ullage.mixers.kernels import length_keywords
+from ullage import Layout, RaggedBatch, audit, pack_model
+from ullage.mixers.kernels import length_keywords, shares_chunks
 from ullage.mixers.ways import mixers_of
 from ullage.proofs.tiny import tiny_config, tiny_model
 
@@ -82,8 +84,9 @@ def outcome(model, call):
     return logits.detach(), torch.cat([each.flatten() for each in found if each is not None])
 
 
-def alone(model):
-    return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows_of() if len(row)])
+def alone(model, device=None):
+    rows = [row.to(device) for row in rows_of() if len(row)]
+    return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
 
 
 def assert_near(found, expected, limit):
@@ -127,6 +130,9 @@ def test_a_neighbour_of_other_tokens_or_nan_changes_nothing(model_type):
                 logits = model(inputs_embeds=embedded, **keywords).logits[0]
                 found.append(torch.cat([logits[:12], logits[16:]]))
                 assert bool(logits[12:16].isnan().all()) == (change == "nan")
+        if shares_chunks(model):  # and rounds together
+            assert_near(found[1], found[0], 1e-5)
+            return
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], found[2])
 
@@ -144,6 +150,32 @@ def test_a_mixer_of_which_a_function_takes_no_lengths_runs_by_lengths(model_type
         row = packed_row(rows_of())
         with pack_model(model):
             assert_near(split(row, model(**row).logits[0]), expected, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "granitemoehybrid", "lfm2"])
+def test_the_audit_finds_the_row_by_kernels_exact(model_type):
+    with file_of(TYPES[model_type][0]) as module:
+        report = audit(model_of(module, model_type))
+        assert report.verdict == "exact", report
+
+
+@pytest.mark.slow
+def test_a_compiled_row_by_kernels_breaks_at_the_call_of_a_mixer_alone():
+    with file_of("lfm2") as module, torch.no_grad():
+        model = model_of(module, "lfm2").eval()
+        with pack_model(model):
+            torch.compiler.reset()
+            counters.clear()
+            compiled = torch.compile(model, backend="eager")
+            for seed, lengths in enumerate([(7, 1, 4), (9, 2, 5, 1)]):
+                row = packed_row(rows_of(seed, lengths))
+                del row["labels"]
+                assert torch.equal(compiled(**row).logits, model(**row).logits)
+    disabled = [text for text in counters["graph_break"] if "wrapped with `torch.compiler.disable`" in text]
+    assert sorted(re.findall(r"function (\w+\.\w+) at", " ".join(disabled))) == [
+        "ModelForward._run_packed", "ModelForward._run_packed", "PartForward._by_kernels", "PartForward._by_kernels",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_every_case_is_rehearsed_on_a_cpu(name, tmp_path, monkeypatch):
             ran += 1
     assert ran >= 2 * len(found["tables"])
     expected = {
-        "attention": {"ullage, varlen kernel", "flash-attn, varlen"},
+        "attention": {"ullage, varlen kernel", "flash-attn, varlen", "ullage, flex attention"},
         "language_model": {"TRL packing (bfd), flash attention"},
     }
     assert set(left_out) <= expected.get(name, set())

@@ -1,7 +1,7 @@
 """Functions with the signatures of fla's, mamba-ssm's and causal-conv1d's, plain: one token after another.
 
-The packages compute on a GPU alone. What they do with lengths is repeated here from their sources: a tap of the
-convolution that lies in another sequence is left out, and a state begins anew with each sequence. ``make watch``
+The packages compute on a GPU alone. What they do with lengths is repeated here: a tap of the convolution that lies in
+another sequence is left out, and a state begins anew with each sequence. ``make watch``
 compares the signatures with the packages (``watched.json``), and the campaign ``interpreter`` runs the packages' own
 Triton kernels.
 """
@@ -60,7 +60,7 @@ def _delta_rule(q, k, v, decay, beta, numbers, normed):
         new = (v[:, place] - (state * key).sum(-2)) * beta[:, place, :, None]
         state = state + key * new[..., None, :]
         rows.append((state * q[:, place, ..., None]).sum(-2))
-    return torch.stack(rows, 1)
+    return torch.stack(rows, 1), state
 
 
 def chunk_gated_delta_rule(
@@ -70,7 +70,7 @@ def chunk_gated_delta_rule(
 ):  # fmt: skip
     CALLS.append("chunk_gated_delta_rule")
     numbers = _numbers(q.shape[1], cu_seqlens)
-    return _delta_rule(q, k, v, g[..., None], beta, numbers, use_qk_l2norm_in_kernel), None
+    return _delta_rule(q, k, v, g[..., None], beta, numbers, use_qk_l2norm_in_kernel)
 
 
 def chunk_kda(
@@ -80,7 +80,7 @@ def chunk_kda(
     cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
 ):  # fmt: skip
     CALLS.append("chunk_kda")
-    return _delta_rule(q, k, v, g, beta, _numbers(q.shape[1], cu_seqlens), use_qk_l2norm_in_kernel), None
+    return _delta_rule(q, k, v, g, beta, _numbers(q.shape[1], cu_seqlens), use_qk_l2norm_in_kernel)
 
 
 def mamba_chunk_scan_combined(
@@ -88,24 +88,28 @@ def mamba_chunk_scan_combined(
     dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
 ):  # fmt: skip
     CALLS.append("mamba_chunk_scan_combined")
-    return _scan(x, dt, A, B, C, D, dt_bias, seq_idx, dt_softplus, dt_limit)
+    out, state = _scan(x, dt, A, B, C, D, dt_bias, seq_idx, dt_softplus, dt_limit, chunk_size)
+    return (out, state) if return_final_states else out
 
 
-def _scan(x, dt, A, B, C, D, dt_bias, seq_idx, dt_softplus, dt_limit):
+def _scan(x, dt, A, B, C, D, dt_bias, seq_idx, dt_softplus, dt_limit, chunk_size):
+    """Decays are differences of their sum over a chunk, across sequences, as mamba-ssm has them."""
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
     numbers = [0] * x.shape[1] if seq_idx is None else seq_idx[0].tolist()
+    sums = torch.cat([part.cumsum(1) for part in (A * dt).split(chunk_size, dim=1)], 1)
     rows = []
     for place, number in enumerate(numbers):
         if place == 0 or numbers[place - 1] != number:
             state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1])
         step = dt[:, place, :, None, None]
-        state = state * (A[:, None, None] * step).exp()
+        before = sums[:, place - 1] if place % chunk_size else 0
+        state = state * (sums[:, place] - before).exp()[..., None, None]
         state = state + step * x[:, place, ..., None] * B[:, place, :, None]
         rows.append((state * C[:, place, :, None]).sum(-1) + (0 if D is None else D[:, None] * x[:, place]))
-    return torch.stack(rows, 1)
+    return torch.stack(rows, 1), state
 
 
 def mamba_split_conv1d_scan_combined(
@@ -121,8 +125,9 @@ def mamba_split_conv1d_scan_combined(
     CALLS.pop()
     x, b, c = xbc.transpose(1, 2).split([inner, (mixed - inner) // 2, (mixed - inner) // 2], dim=-1)
     b, c = (each.unflatten(-1, (ngroups, -1)) for each in (b, c))
-    out = _scan(x.unflatten(-1, (heads, headdim)), dt, A, b, c, D, dt_bias, seq_idx, True, dt_limit).flatten(2)
-    out = out * silu(z)
+    x = x.unflatten(-1, (heads, headdim))
+    out, _ = _scan(x, dt, A, b, c, D, dt_bias, seq_idx, True, dt_limit, chunk_size)
+    out = out.flatten(2) * silu(z)
     if rmsnorm_weight is not None:
         groups = out.unflatten(-1, (ngroups, -1))
         groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + rmsnorm_eps)

@@ -221,16 +221,20 @@ class PartForward(Forward):
         row.is_served = True
         return over_ranks(row, run, *self._kept(arguments, keywords))
 
-    # What the kernels' mixer computes around them is compiled as it would be without this function.
+    # The part's own forward is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
     def _by_kernels(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        arguments, keywords = self._told(arguments, keywords)
+        return self.own(*arguments, **keywords)
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _told(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the part's own forward gets of the row as a whole, the lengths among it."""
         row = self.current.get()
         assert row is not None
-        arguments, kept = self._kept(arguments, keywords)
         row.is_served = True
-        lengths = {name: row.of_kernels[name] for name in self.length_keywords}
-        with self.current.set(None):
-            return self.own(*arguments, **kept, **lengths)
+        arguments, kept = self._kept(arguments, keywords)
+        return arguments, kept | {name: row.of_kernels[name] for name in self.length_keywords}
 
     def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the part's own forward gets: no lengths, masks and caches."""

@@ -25,15 +25,18 @@ class MixerCalls:
     Attributes:
         functions: those in the file of its class that mix tokens, with the keyword by which each is told the lengths.
         keywords: of the forward, which hands them on. A keyword that a function does not name is not handed to it.
+        shares_chunks: whether sequences that meet in a chunk share its sums: other tokens in one change the others by
+            rounding, and nan reaches them.
     """
 
     functions: dict[str, str]
     keywords: tuple[str, ...]
+    shares_chunks: bool = False
 
 
 _CONVOLUTION = {"causal_conv1d_fn": "seq_idx"}
 _MAMBA_2 = MixerCalls(
-    {**_CONVOLUTION, "mamba2_split_conv1d_scan_combined": "seq_idx", "mamba2_chunk_scan": "seq_idx"}, ("seq_idx",)
+    {**_CONVOLUTION, "mamba2_split_conv1d_scan_combined": "seq_idx", "mamba2_chunk_scan": "seq_idx"}, ("seq_idx",), True
 )
 #: By the ending of the class name, as ``ways`` names mixers. Mamba 1's own (``mamba_inner_fn``, ``selective_scan_fn``)
 #: take no lengths, and the mixers that are missing here call torch alone.
@@ -59,8 +62,7 @@ def length_keywords(mixer: nn.Module) -> tuple[str, ...]:
 
     Reads the signatures of the functions that its forward will call, and runs nothing.
     """
-    kind = type(mixer)
-    calls = next((calls for ending, calls in _CALLS.items() if kind.__name__.endswith(ending)), None)
+    kind, calls = type(mixer), _calls_of(mixer)
     # A forward that takes no further keywords, as of an older transformers, hands none on.
     taken = inspect.signature(kind.forward).parameters.values()
     if calls is None or not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
@@ -68,6 +70,16 @@ def length_keywords(mixer: nn.Module) -> tuple[str, ...]:
     of_file = inspect.unwrap(kind.forward).__globals__
     takes_all = all(keyword in _taken_by(of_file.get(name)) for name, keyword in calls.functions.items())
     return calls.keywords if takes_all else ()
+
+
+def shares_chunks(model: nn.Module) -> bool:
+    """Whether kernels of a model that is packed compute sequences that meet in a chunk together."""
+    mixers = ((_calls_of(module), module) for module in model.modules())
+    return any(calls is not None and calls.shares_chunks and length_keywords(module) for calls, module in mixers)
+
+
+def _calls_of(mixer: nn.Module) -> MixerCalls | None:
+    return next((calls for ending, calls in _CALLS.items() if type(mixer).__name__.endswith(ending)), None)
 
 
 def _taken_by(function: Any) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.items import alone_form
+from ullage.mixers.kernels import shares_chunks
 from ullage.mixers.packed_model import way_of
 from ullage.mixers.proof import is_routed, largest, limits_of, prove
 from ullage.mixers.trial import Trial, moved, row_of, trial_of
@@ -255,8 +256,9 @@ def compare(samples: Samples) -> Iterator[Check]:
         yield from _others(samples, long, "", backward=False)
         if samples.images:
             yield from _others(samples, long, "", backward=False, images=True)
-        # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0.
-        if not samples.is_routed:
+        # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0, and so do
+        # kernels whose sequences share chunks.
+        if not samples.is_routed and not samples.shares_chunks:
             yield Check("poison", _poison(samples, long), 0.0, leaks=True)
     for difference in prove(bare(samples.model), samples.trial(long), training=True).differences:
         yield Check(f"training: {difference.name}", difference.value, difference.limit)
@@ -302,7 +304,10 @@ def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
 def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool, images: bool = False) -> Iterator[Check]:
     """Other tokens in one sequence, or other images, where it has any; both for gradients."""
     limits = (0.0, 0.0)
-    if not samples.is_routed:
+    if samples.shares_chunks:
+        limits = limits_of(samples.dtype)[:2]
+        largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
+    elif not samples.is_routed:
         largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
     else:
         # In float64: an expert's product has another shape when another sequence's tokens come to it.
@@ -497,6 +502,11 @@ class Samples:
         self.images, self.without_images = "", ""
         #: Tokens to draw from, in order.
         self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
+
+    @functools.cached_property
+    def shares_chunks(self) -> bool:
+        """Whether kernels of its mixers compute sequences that meet in a chunk together."""
+        return shares_chunks(self.model)
 
     @property
     def is_routed(self) -> bool:
