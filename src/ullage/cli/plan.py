@@ -202,7 +202,7 @@ def _capacities(texts: Sequence[str]) -> tuple[list[int], dict[str, int]]:
 
 def _amounts(source: str, measured: Measured, names: Sequence[str]) -> dict[str, Any]:
     """What each sequence takes besides tokens, from the columns of these names."""
-    from ullage.datasets.files import read_amounts
+    from ullage.datasets.files import amounts_in_file
 
     if names and not Path(source).exists():
         raise UsageError(
@@ -210,7 +210,7 @@ def _amounts(source: str, measured: Measured, names: Sequence[str]) -> dict[str,
         )
     found = {}
     for name in dict.fromkeys(names):
-        values = read_amounts(source, name)
+        values = amounts_in_file(source, name)
         if measured.num_empty:
             raise InputError(
                 f"{measured.num_empty} rows have no tokens, and {name} for each row",

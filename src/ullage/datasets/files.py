@@ -98,7 +98,7 @@ def read_lengths(
     return Measured(lengths, parts[0].column, parts[0].unit, sum(part.num_empty for part in parts))
 
 
-def read_amounts(path: str | os.PathLike[str], column: str) -> list[Any]:
+def amounts_in_file(path: str | os.PathLike[str], column: str) -> list[Any]:
     """A number, or a list of the sizes of its items, of each row of a file of :func:`read_lengths`' with columns.
 
     Rows without a value have none. Raises ``InputError`` for a file without that column, and for other values.
