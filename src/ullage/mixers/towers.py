@@ -274,11 +274,12 @@ class CrossLayerForward(Forward):
         row = self.current.get()
         if row is None:
             return self.own(*arguments, **keywords)
-        named = self.named(arguments, keywords)
+        hidden = self.named(arguments, keywords)["hidden_states"]
         has_images, sees = self._tokens(row)
-        named["full_text_row_masked_out_mask"] = sees[None, None, :, None].to(named["hidden_states"].dtype)
-        outputs = self.own(**named)
-        return torch.where(has_images[None, :, None], outputs, named["hidden_states"])
+        masks = {"full_text_row_masked_out_mask": sees[None, None, :, None].to(hidden.dtype)}
+        # Hidden states stay where they are among the arguments: the older kind of checkpoint asks for that.
+        outputs = self.own(*arguments, **{**keywords, **masks})
+        return torch.where(has_images[None, :, None], outputs, hidden)
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _tokens(self, row: PackedRow) -> tuple[Tensor, Tensor]:
