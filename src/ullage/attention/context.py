@@ -248,7 +248,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
     if size > 1:
         _COUNTS["cut"] += 1
         _WAITING.add(slices)
-    row = {name: batch[name] for name in batch.names if name not in batch.per_sequence}
+    row = {name: batch[name] for name in batch.names if name not in (*batch.per_sequence, *batch.items)}
     extra: dict[str, Any] = {"context_slices": slices, "use_cache": False}
     if has_labels:
         # The whole row's count on every rank, not the slice's, so that the ranks' losses add up to the row's.
@@ -259,7 +259,8 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
         for name, values in row.items():
             row[name] = torch.cat([values, values.new_full((tail, *values.shape[1:]), fill_value(name, values.dtype))])
     # Of the whole row: lengths. Of the slice: every field by token, and true positions.
-    whole = RaggedBatch(row, layout).to_flattened()
+    images = {name: batch[name] for name in batch.items}
+    whole = RaggedBatch(row | images, layout, items=batch.items).to_flattened()
     take = torch.from_numpy(slices.index).to(batch.device)
     mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}
     return {**whole, **mine, **extra}

@@ -113,6 +113,11 @@ class Field:
         return cls(name, dtype, (-1,) * (ndim - 1), per_item=True)
 
     @property
+    def ndim(self) -> int:
+        """Dims of its values, that of tokens, sequences or rows included."""
+        return len(self.shape) + 1
+
+    @property
     def entry_bytes(self) -> int:
         """Bytes of one entry."""
         return self.dtype.itemsize * (1 if self.per_item else math.prod(self.shape))
@@ -148,7 +153,7 @@ class Field:
 
     def __str__(self) -> str:
         if self.per_item:
-            return f"{str(self.dtype)[6:]} per item of {len(self.shape) + 1} dims"
+            return f"{str(self.dtype)[6:]} per item of {self.ndim} dims"
         unit = "per sequence" if self.per_sequence else "per token"
         return f"{str(self.dtype)[6:]} {unit}" + (f" of shape {list(self.shape)}" if self.shape else "")
 
@@ -429,8 +434,12 @@ class Columns:
     @property
     def shapes(self) -> dict[str, Int64]:
         """Of each field by item the shapes of the samples' values, int64 [n, dims]."""
-        names = () if self.schema is None else self.schema.per_item
-        return {name: np.array([value.shape for value in self.values[name]], np.int64) for name in names}
+        fields = () if self.schema is None else self.schema.fields
+        return {
+            field.name: np.array([value.shape for value in self.values[field.name]], np.int64).reshape(-1, field.ndim)
+            for field in fields
+            if field.per_item
+        }
 
     def require_uncut(self, kept: Int64, where: Callable[[int], str]) -> None:
         """Raise ``InputError`` for the first sample with items of which not all tokens are ``kept`` [n]."""

@@ -256,12 +256,14 @@ def _agree(
             )
         schemas = [schema if other["schema"] == fields else Schema.from_list(other["schema"]) for other in records]
         common_schema(schemas, names)  # raises before any rank sends
-    everywhere: dict[str, Int64] = {}
+    # Of all sequences, by id; those of ranks without the field have no rows.
+    everywhere = {
+        name: np.zeros((len(gathered), fields[0].ndim), np.int64) for name, fields in items_of(schemas).items()
+    }
     for k, other in enumerate(records):
         for name, rows in other.get("items", {}).items():
-            # Of all sequences, by id; those of ranks without the field have none.
-            whole = everywhere.setdefault(name, np.zeros((len(gathered), len(rows[0])), np.int64))
-            whole[gathered.offsets[k] : gathered.offsets[k + 1]] = rows
+            if rows:
+                everywhere[name][gathered.offsets[k] : gathered.offsets[k + 1]] = rows
     return schemas, [other["memory"] for other in records], everywhere
 
 

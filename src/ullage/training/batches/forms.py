@@ -27,12 +27,14 @@ from ullage.attention.support import PADDING_FREE
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
 from ullage.core.errors import InputError
-from ullage.core.layout import Layout
+from ullage.core.layout import Layout, ranges
 from ullage.core.rows import read_row
 from ullage.mixers.wrappers import bare, has_learned_prompt
 
 logger = logging.get_logger(__name__)
 
+#: The keyword by which a model knows whose the rows of images are, as ``RaggedBatch.to_flattened`` writes it.
+ITEM_BOUNDS = "cu_seq_items"
 _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 
@@ -111,7 +113,12 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     order = _longest_first(batch.layout)
     del padded["attention_mask"]
     index = torch.from_numpy(order).to(batch.device)
-    keywords: dict[str, Any] = {name: tensor.index_select(0, index) for name, tensor in padded.items()}
+    keywords: dict[str, Any] = {}
+    for name, tensor in padded.items():
+        rows = batch.items.get(name)
+        # Rows of items go with their sequences.
+        moved = index if rows is None else torch.from_numpy(ranges(rows.starts[order], rows.lengths[order]))
+        keywords[name] = tensor.index_select(0, moved.to(batch.device))
     keywords[form] = torch.from_numpy(batch.layout.lengths[order])  # on the host, where packing wants it
     return keywords
 

@@ -27,6 +27,7 @@ from ullage.core.items import rows_of_one
 from ullage.core.layout import Layout
 from ullage.core.movement import to_device
 from ullage.core.rows import beginnings, host_integers, read_row
+from ullage.mixers.packed_model import is_packed
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.training.batches import counting, forms
@@ -218,6 +219,8 @@ class BatchReader:
             sharding = sharding_of(self._trainer.model)
             keywords = None if sharding is None else sharding.keywords(moved)
             if keywords is None:
+                if moved.items and self.form == "flattened":
+                    self._require_packed()
                 keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
             return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
         if isinstance(inputs, PackedSequence):
@@ -237,6 +240,17 @@ class BatchReader:
         if isinstance(lengths, Tensor):  # packing wants lengths on the host
             prepared["input_lengths"] = lengths
         return prepared
+
+    def _require_packed(self) -> None:
+        """Raise ``InputError`` for a model that would let the sequences of a row see each other's images."""
+        if not is_packed(self.model) and forms.ITEM_BOUNDS not in self.forward_parameters:
+            raise InputError(
+                "this model cannot tell the images of a row's sequences apart",
+                where=type(self.model).__name__,
+                expected=f"a packed model, or a forward that names {forms.ITEM_BOUNDS}",
+                found="a batch with items",
+                hint="set packing_capacity, or call ullage.pack_model(model) first",
+            )
 
     def num_tokens(self, inputs: Any) -> int:
         """Real tokens of a batch on its way to the model; without a mask, what is not the tokenizer's padding."""
@@ -329,7 +343,6 @@ def _embedding_of(model: nn.Module) -> int | None:
 _BOUNDS = "cu_seq_lens_q"
 #: What says where sequences lie, and nothing else.
 _PLACES = ("attention_mask", "position_ids", "seq_idx", "seq_lengths", _BOUNDS, "cu_seq_lens_k")
-_ITEM_BOUNDS = "cu_seq_items"
 _NUMBERS = ("max_length_q", "max_length_k")
 
 
@@ -356,7 +369,7 @@ def as_ragged(batch: Any, main_input: str = "input_ids", *, pairs: bool = False)
     shape = tuple(main.shape[:2])
     counted = next((name for name in ("position_ids", "seq_idx") if _fits(fields.get(name), shape)), None)
     if _BOUNDS in fields or ("attention_mask" not in fields and counted is not None):
-        bounds = {name: host_integers(rows, _ITEM_BOUNDS) for name, rows in batch.get(_ITEM_BOUNDS, {}).items()}
+        bounds = {name: host_integers(rows, name) for name, rows in batch.get(forms.ITEM_BOUNDS, {}).items()}
         return _flat(fields, shape, counted, {name: Layout(np.diff(rows)) for name, rows in bounds.items()})
     if "attention_mask" not in fields:
         raise _unknown(batch)
