@@ -233,7 +233,7 @@ def call_by_lengths(
 
 
 def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
-    """Raise ``InputError`` for audio, for images without their rows by sequence, and for a tensor that cannot be cut."""
+    """Raise ``InputError`` for audio, images without their rows by sequence, and a tensor that cannot be cut."""
     sizes = {row.sources.size, row.sources.size if row.targets is None else row.targets.size}
     for name, value in keywords.items():
         if not isinstance(value, Tensor) or name in (*LENGTH_NAMES, *TARGET_LENGTH_NAMES) or value.numel() == 1:
@@ -242,7 +242,7 @@ def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
         is_by_token = any(shape[:2] == (1, size) or shape[1:] == (1, size) or shape == (size,) for size in sizes)
         if is_media(name):
             raise InputError(
-                "a packed row with images needs cu_seq_items, which says how many of their rows belong to each sequence",
+                "a packed row with images needs cu_seq_items, which says which of their rows belong to each sequence",
                 where=name,
                 hint="pass what RaggedBatch.to_flattened() gives, to a model that takes images",
             )
