@@ -211,7 +211,7 @@ def test_the_command_takes_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "Missing argument 'MODEL'"),
+    ([], "name one MODEL, or ask for --all"),
     (["no_such_type"], "no such text model type"),
     (["gpt2", "--kind", "sound"], "no such kind of model"),
     (["own_models:gpt2", "--kind", "causal"], "are for models of transformers"),

@@ -5,15 +5,18 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from typer.testing import CliRunner
 
 from maintenance.models_page import audit_entry
 from tests.proofs.test_auditing import committed_table
 from ullage import audit
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.packed_call import PackedCall
+from ullage.cli.audit import app
 from ullage.core.errors import InputError
 from ullage.mixers import forwards
 from ullage.mixers.items import Items, alone_form
+from ullage.proofs import tiny
 from ullage.proofs.pictures import picture_samples, takes_clips
 from ullage.proofs.tiny import model_types, tiny_model
 
@@ -96,11 +99,11 @@ def a_mask_over_all_sequences(monkeypatch):
 
 @pytest.mark.parametrize(("plant", "verdict", "told"), [
     (images_of_other_sequences, "leak", "features of an image stand in another sequence"),
-    (images_in_another_order, "differs", "features of an image stand in another place of its sequence"),
+    pytest.param(images_in_another_order, "differs", "features of an image stand in another place of its sequence", marks=pytest.mark.slow),
     (positions_along_one_axis, "differs", "positions are not those of each sequence alone"),
-    (positions_that_count_on, "differs", "positions are not those of each sequence alone"),
+    pytest.param(positions_that_count_on, "differs", "positions are not those of each sequence alone", marks=pytest.mark.slow),
     (a_tower_that_mixes, "leak", "the tower mixes the images of several sequences"),
-    (a_mask_over_all_sequences, "leak", "tokens see tokens or images of another sequence"),
+    pytest.param(a_mask_over_all_sequences, "leak", "tokens see tokens or images of another sequence", marks=pytest.mark.slow),
 ], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
 def test_a_planted_fault_is_found_and_named(plant, verdict, told, monkeypatch):
     report = audit(plant(monkeypatch))
@@ -120,6 +123,17 @@ def test_samples_run_alone_and_depend_on_each_image(model_type):
                 pixels = sample[name].clone()
                 pixels[row] += (pixels[row] != 0) * 1.0
                 assert not torch.equal(model(**alone_form(model, sample | {name: pixels})).logits, logits)
+
+
+def test_every_type_of_a_kind_is_audited_a_line_each(monkeypatch):
+    monkeypatch.setattr(tiny, "model_types", lambda kind: ["git", "paddleocr_vl"])
+    told = CliRunner().invoke(app, ["--all", "--kind", "image"])
+    assert told.stdout.splitlines() == [
+        "image git: not built: its images stand before the text, for no tokens of their own",
+        "image paddleocr_vl: exact with images",
+        "1 not built, 1 exact; 1 exact with images",
+    ]
+    assert told.exit_code == 0
 
 
 def test_a_model_of_text_takes_no_images():

@@ -35,13 +35,13 @@ _OWN = re.compile(r"[\w.]+:[\w.]+")
 @app.command()
 def audit(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="A folder or config file of a model, a model type such as qwen3_next, or MODULE:NAME: your own model "
             "class, or a function without arguments that makes the model.",
         ),
-    ],
+    ] = None,
     kind: Annotated[
         str | None, typer.Option(metavar="NAME", help="The head: causal, masked, seq2seq or image.")
     ] = None,
@@ -55,6 +55,10 @@ def audit(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust_remote_code", help="Run the code that the folder of the model holds.")
     ] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Every type of the installed transformers, or of one --kind: takes a while."),
+    ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Of weights and tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -64,6 +68,10 @@ def audit(
     """
     began = time.monotonic()
     with _or_status_2():
+        if every or model is None:
+            if model is not None or not every:
+                raise UsageError("name one MODEL, or ask for --all", found=model or "neither")
+            raise typer.Exit(_all(kind, seed, as_json))
         from ullage.proofs import audit as audited
         from ullage.proofs import tiny
 
@@ -85,12 +93,46 @@ def audit(
         raise typer.Exit(1)
 
 
+def _all(kind: str | None, seed: int, as_json: bool) -> int:
+    """Audit every type, a line each, then their number; 1 if one leaks or differs, else 0."""
+    import warnings
+    from collections import Counter
+
+    from transformers.utils import logging
+
+    from ullage.core.errors import require_one_of
+    from ullage.proofs import tiny
+    from ullage.proofs.auditing import audit_type
+
+    logging.set_verbosity_error()  # remarks on single types
+    warnings.filterwarnings("ignore")
+    verdicts: Counter[str] = Counter()
+    with_images = 0
+    for each in (require_one_of(kind, tiny.KINDS, "kind of model"),) if kind else tiny.KINDS:
+        for name in tiny.model_types(each):
+            report = audit_type(each, name, seed=seed)
+            verdicts[report.verdict] += 1
+            with_images += report.passed and bool(report.images)
+            if as_json:
+                typer.echo(json.dumps({"kind": each, **report.to_json()}))
+                continue
+            beside = f" with {report.images}" if report.images else ""
+            reason = f": {' '.join(report.reason.split())}" if report.reason else ""
+            typer.echo(f"{each} {name}: {report.verdict}{beside}{reason}")
+    if not as_json:
+        counted = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+        typer.echo(f"{counted}; {with_images} exact with images")
+    return int(bool(verdicts["leak"] or verdicts["differs"]))
+
+
 @contextmanager
 def _or_status_2() -> Iterator[None]:
     """Status 2 for every error, since 1 says that a model was audited and is not exact."""
     try:
         with needed_by("ullage audit"):
             yield
+    except typer.Exit:
+        raise
     except UllageError as error:
         typer.echo(f"ullage: {error}", err=True)
         raise typer.Exit(2) from error

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from ullage.attention.heads import loss_author, loss_divides_by_count, package_of, works_by_sequence
 from ullage.attention.ulysses import Slices
-from ullage.core.columns import IGNORED_LABEL, is_target
+from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar, usual_positions
@@ -37,8 +37,8 @@ TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
 #: Cost of one more call of a mixer, in tokens of padding: calls are merged where that is cheaper. 48 was measured on a
 #: CPU. On a GPU a call is some fifty kernels of 5 to 10 µs, in which it would compute thousands of tokens: an estimate.
 _CALL, _CALL_ON_GPU = 48, 2048
-#: Fields of images, videos and audio.
-_OTHER_MEDIA = re.compile(r"pixel_|image_|images|video|input_features|audio_|input_values")
+#: Fields of audio.
+_SOUND = re.compile(r"input_features|audio_|input_values")
 #: Outputs that have one entry per sequence in every model.
 _PER_SEQUENCE = frozenset({"pooler_output", "pooled_output", "seq_relationship_logits", "sentence_embedding"})
 
@@ -252,14 +252,20 @@ def call_by_lengths(
 
 
 def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
-    """Raise ``InputError`` for images and audio, and for a tensor that is neither by token nor by sequence."""
+    """Raise ``InputError`` for audio, images without their rows by sequence, and a tensor that cannot be cut."""
     sizes = {row.sources.size, row.sources.size if row.targets is None else row.targets.size}
     for name, value in keywords.items():
         if not isinstance(value, Tensor) or name in (*LENGTH_NAMES, *TARGET_LENGTH_NAMES) or value.numel() == 1:
             continue
         shape = tuple(value.shape)
         is_by_token = any(shape[:2] == (1, size) or shape[1:] == (1, size) or shape == (size,) for size in sizes)
-        if _OTHER_MEDIA.match(name) or not (is_by_token or shape[0] == len(row)):
+        if is_media(name):
+            raise InputError(
+                "a packed row with images needs cu_seq_items, which says which of their rows belong to each sequence",
+                where=name,
+                hint="pass what RaggedBatch.to_flattened() gives, to a model that takes images",
+            )
+        if _SOUND.match(name) or not (is_by_token or shape[0] == len(row)):
             raise _not_cuttable(name, value, row.sources.size, len(row))
 
 
@@ -269,7 +275,7 @@ def _not_cuttable(name: str, value: Tensor, num_slots: int, num_sequences: int) 
         where=name,
         expected=f"[1, {num_slots}, ...] or [{num_sequences}, ...]",
         found=f"shape {list(value.shape)}",
-        hint="leave the field out: images, audio and masks cannot be cut by the lengths of the text",
+        hint="leave the field out: audio and masks cannot be cut by the lengths of the text",
     )
 
 

@@ -118,6 +118,8 @@ def audit(
             plain transformers with ``position_ids``, or a model that somebody else has packed.
         seed: of the tokens.
 
+    A model that takes images gets them: sequences with none, one and several, and clips where it takes those.
+
     Runs some fifty forwards of up to 118 tokens and some twenty backwards, in evaluation and in training mode without
     dropout; leaves weights, buffers, gradients, mode, attention and random states as they were. Raises ``InputError``
     for anything but a model; a model that leaks is reported, not raised.
@@ -160,6 +162,25 @@ def audit(
         if samples.images:
             clauses = (what_is_wrong([check.name for check in failed]), report.reason)
             report.reason = "; ".join(filter(None, clauses))
+    return report
+
+
+def audit_type(kind: str, model_type: str, *, seed: int = 0) -> Audit:
+    """The audit of a tiny model of one type; of one that cannot be built, the verdict "not built" and the reason.
+
+    One of kind "image" that was audited on text alone counts as not built.
+    """
+    from ullage.proofs.tiny import tiny_model
+
+    try:
+        model = tiny_model(model_type, kind, seed=seed)
+    except InputError as error:
+        return Audit(model_type, "", verdict="not built", reason=error.hint or str(error))
+    report = audit(model, seed=seed)
+    report.model_type = model_type
+    if kind == "image" and not report.images:
+        report.verdict = "not built"
+        report.reason = report.without_images or report.reason or "it takes text alone"
     return report
 
 
