@@ -102,8 +102,8 @@ def answers_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=3000, help="questions to train on")
-    parser.add_argument("--epochs", type=float, default=4)
+    parser.add_argument("--rows", type=int, default=2000, help="questions to train on")
+    parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--held-out", type=int, default=240, help="questions to answer afterwards")
     parser.add_argument("--folder", help="keep the pictures and the model here")
     arguments = parser.parse_args()
@@ -125,9 +125,9 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
     command = [
         *(sys.executable, "-m", "ullage", "train"),
         *("--data", str(folder / "train.jsonl"), "--eval_data", str(folder / "held.jsonl")),
-        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-64x2"),
-        *("--packing_capacity", "1024", "--per_device_train_batch_size", "32"),
-        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "3e-3"),
+        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-128x2"),
+        *("--packing_capacity", "2048", "--per_device_train_batch_size", "48"),
+        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "2e-3"),
         *("--output_dir", str(folder / "model"), "--overwrite_output_dir", "--save_strategy", "no"),
     ]
     subprocess.run(command, check=True)
