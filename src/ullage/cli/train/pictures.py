@@ -180,7 +180,10 @@ def picture_config(hidden_size: int, layers: int, ids: dict[str, Any], processor
         )
     tokenizer, images, heads = processor.tokenizer, processor.image_processor, hidden_size // 32
     token = tokenizer.convert_tokens_to_ids
+    # Larger than is usual: a small model that is trained on little would see nothing of the images for long.
+    spread = round(hidden_size**-0.5, 3)
     tower = {
+        "initializer_range": spread,
         "depth": layers,
         "hidden_size": hidden_size,
         "out_hidden_size": hidden_size,
@@ -199,8 +202,10 @@ def picture_config(hidden_size: int, layers: int, ids: dict[str, Any], processor
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "tie_word_embeddings": True,
-        # A quarter of the angles counts on, the others count rows and columns, as in Qwen2-VL.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+        "initializer_range": spread,
+        # A quarter of the angles counts on, the others count rows and columns, as in Qwen2-VL; these turn the least,
+        # and an image of few patches has few columns.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]},
         **ids,
     }
     return Qwen2_5_VLConfig(
