@@ -158,7 +158,7 @@ def _case(case: dict[str, Any], rehearsal: bool, peaks: tuple[float, float] | No
         yield "|---|---|---|---|---|---|---|"
         first = next(iter(table["ways"].values())).get("tokens_per_second")
         for name, way in table["ways"].items():
-            yield f"{_row(name, way, first, rehearsal)} {_of_peaks(table, way, peaks)} |"
+            yield f"{_row(name, way, first, rehearsal)} {'' if rehearsal else _of_peaks(table, way, peaks)} |"
         yield ""
 
 

@@ -11,7 +11,11 @@ number of each token's slot. Padding behind a sequence belongs to its slot, wher
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +38,8 @@ class MixerCalls:
     shares_chunks: bool = False
 
 
+#: By which kernels are told.
+_KERNELS = ("cu_seqlens", "seq_idx")
 _CONVOLUTION = {"causal_conv1d_fn": "seq_idx"}
 _MAMBA_2 = MixerCalls(
     {**_CONVOLUTION, "mamba2_split_conv1d_scan_combined": "seq_idx", "mamba2_chunk_scan": "seq_idx"}, ("seq_idx",), True
@@ -60,16 +66,27 @@ _CALLS = {
 def length_keywords(mixer: nn.Module) -> tuple[str, ...]:
     """The keywords by which a mixer is told the lengths of a row in one call; none where that is not exact.
 
-    Reads the signatures of the functions that its forward will call, and runs nothing.
+    Reads the signatures of the functions that its forward calls, and runs nothing.
     """
-    kind, calls = type(mixer), _calls_of(mixer)
-    # A forward that takes no further keywords, as of an older transformers, hands none on.
-    taken = inspect.signature(kind.forward).parameters.values()
-    if calls is None or not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
+    calls = _calls_of(mixer)
+    if calls is None:
         return ()
-    of_file = inspect.unwrap(kind.forward).__globals__
-    takes_all = all(keyword in _taken_by(of_file.get(name)) for name, keyword in calls.functions.items())
+    forward = inspect.unwrap(type(mixer).forward)
+    named = [(forward.__globals__.get(name), name, keyword) for name, keyword in calls.functions.items()]
+    takes_all = all(keyword in _taken_by(function) and _is_told(forward, name) for function, name, keyword in named)
     return calls.keywords if takes_all else ()
+
+
+@functools.lru_cache(maxsize=256)
+def _is_told(forward: Callable[..., Any], name: str) -> bool:
+    """Whether each call of a function in a forward hands further keywords on, or lengths: older releases do not."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except OSError:  # there is no source
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+    given = [[each for each in call.keywords if ast.unparse(each.value) != "None"] for call in calls]
+    return bool(calls) and all(any(each.arg in (None, *_KERNELS) for each in keywords) for keywords in given)
 
 
 def shares_chunks(model: nn.Module) -> bool:
@@ -92,8 +109,9 @@ def _taken_by(function: Any) -> tuple[str, ...]:
         if "forward" in vars(function):
             return tuple(inspect.signature(function.forward).parameters)
         function = _enclosed(type(function).forward).get("func")
-    enclosed = _enclosed(function)
-    return tuple(enclosed.get("applicable_params", ())) if enclosed.get("is_new_implementation") else ()
+    implementation: Any = _enclosed(function).get("implementation")
+    is_torchs = implementation is None or implementation is getattr(function, "__wrapped__", None)
+    return () if is_torchs else tuple(inspect.signature(implementation).parameters)
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
