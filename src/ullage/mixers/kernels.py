@@ -109,9 +109,10 @@ def _taken_by(function: Any) -> tuple[str, ...]:
         if "forward" in vars(function):
             return tuple(inspect.signature(function.forward).parameters)
         function = _enclosed(type(function).forward).get("func")
-    implementation: Any = _enclosed(function).get("implementation")
-    is_torchs = implementation is None or implementation is getattr(function, "__wrapped__", None)
-    return () if is_torchs else tuple(inspect.signature(implementation).parameters)
+    implementation = _enclosed(function).get("implementation")
+    if implementation is None or implementation is getattr(function, "__wrapped__", None):
+        return ()
+    return tuple(inspect.signature(implementation).parameters)
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
