@@ -36,7 +36,7 @@ from ullage.mixers.by_lengths import (
 from ullage.mixers.items import (
     ITEM_LENGTHS,
     PIXELS,
-    Items,
+    RowItems,
     counts_axes,
     positions_by_axis,
     require_matching,
@@ -319,7 +319,7 @@ class ModelForward(Forward):
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         if self.way.items is not None:
-            row.items = Items.taken_from(self.module, keywords, len(row))
+            row.items = RowItems.taken_from(self.module, keywords, len(row))
             self._count_tokens_of_items(row, keywords)
         require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
