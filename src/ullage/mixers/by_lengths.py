@@ -30,7 +30,7 @@ from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar, usual_positions
-from ullage.mixers.items import Items
+from ullage.mixers.items import RowItems
 
 #: The keywords of the targets of an encoder-decoder.
 TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
@@ -61,7 +61,7 @@ class PackedRow:
         #: This rank's slice of the row, where ranks share it; the layout is that of the whole row.
         self.slices: Slices | None = None
         #: The fields by item of the sequences, if they have any.
-        self.items: Items | None = None
+        self.items: RowItems | None = None
         #: How many tokens of each sequence stand for items, by the kind of items, where that is known.
         self.tokens_of_items: dict[str, Int64] = {}
         #: For each sequence with images that text looks at by itself: which tiles each token sees, bool [L, tiles].
@@ -225,7 +225,7 @@ def call_by_lengths(
     keywords: Mapping[str, Any],
     *,
     per_sequence: frozenset[str] = frozenset(),
-    items: Items | None = None,
+    items: RowItems | None = None,
 ) -> list[Any]:
     """The results of ``function`` for each call of the groups.
 

@@ -36,7 +36,7 @@ from ullage.mixers.by_lengths import (
 from ullage.mixers.items import (
     ITEM_LENGTHS,
     PIXELS,
-    Items,
+    RowItems,
     counts_axes,
     positions_by_axis,
     require_matching,
@@ -361,7 +361,7 @@ class ModelForward(Forward):
         assert row is not None
         _refuse_masks_and_caches(keywords, type(self.module).__name__)
         if self.way.items is not None:
-            row.items = Items.taken_from(self.module, keywords, len(row))
+            row.items = RowItems.taken_from(self.module, keywords, len(row))
             self._count_tokens_of_items(row, keywords)
         if row.slices is None:
             require_cuttable(keywords, row)

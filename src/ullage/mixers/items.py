@@ -49,7 +49,7 @@ def has_rows_of_items(model: nn.Module) -> bool:
     return "aspect_ratio_ids" in taken or ("pixel_attention_mask" in taken and "spatial_shapes" not in taken)
 
 
-class Items:
+class RowItems:
     """The fields by item of one packed row.
 
     Attributes:
@@ -63,7 +63,7 @@ class Items:
         self.seen: dict[int, Tensor] = {}
 
     @classmethod
-    def taken_from(cls, model: nn.Module, keywords: dict[str, Any], num_sequences: int) -> Items | None:
+    def taken_from(cls, model: nn.Module, keywords: dict[str, Any], num_sequences: int) -> RowItems | None:
         """Take the fields by item and their rows out of the keywords of a packed call; None where it has none.
 
         Raises ``InputError`` for pixels without ``cu_seq_items``, and for numbers of rows that do not fit the fields.
@@ -206,7 +206,7 @@ def counts_axes(model: nn.Module) -> nn.Module | None:
 
 
 def positions_by_axis(
-    part: nn.Module, items: Items, layout: Layout, keywords: Mapping[str, Any], usual: Tensor
+    part: nn.Module, items: RowItems, layout: Layout, keywords: Mapping[str, Any], usual: Tensor
 ) -> Tensor:
     """Positions int64 [1 + axes, 1, T] of a row: those of text, then those that the model counts, by sequence.
 

@@ -20,7 +20,7 @@ from ullage.mixers.attending import attending_forwards
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.items import takes_items
 from ullage.mixers.proof import Proof, prove
-from ullage.mixers.towers import FeaturesForward, stand_in, tower_forwards
+from ullage.mixers.towers import FeaturesForward, smallest_item, tower_forwards
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import (
     Way,
@@ -198,7 +198,7 @@ def run_towers_always(model: nn.Module, kinds: Sequence[str] = ("image",)) -> bo
     forward.stand_ins = {}
     if forward.way.items != "row":
         return not kinds
-    forward.stand_ins = {kind: fields for kind in kinds if (fields := stand_in(model, kind))}
+    forward.stand_ins = {kind: fields for kind in kinds if (fields := smallest_item(model, kind))}
     return not kinds or bool(forward.stand_ins)
 
 

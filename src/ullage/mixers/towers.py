@@ -27,7 +27,7 @@ from ullage.core.layout import Int64
 from ullage.core.rows import LENGTH_NAMES
 from ullage.mixers.by_lengths import PackedRow
 from ullage.mixers.forwards import CurrentRow, Forward
-from ullage.mixers.items import PIXELS, Items, has_rows_of_items, require_matching
+from ullage.mixers.items import PIXELS, RowItems, has_rows_of_items, require_matching
 
 #: The methods that make features of items, by the kind of items.
 FEATURES = {"image": "get_image_features", "video": "get_video_features"}
@@ -118,7 +118,7 @@ class FeaturesForward(Forward):
             require_matching(tokens, features, self.kind, f"{type(self.module).__name__}.{self.name}")
 
 
-def features_by_sequence(pooled: Any, items: Items, kind: str, num_sequences: int) -> Int64 | None:
+def features_by_sequence(pooled: Any, items: RowItems, kind: str, num_sequences: int) -> Int64 | None:
     """How many features of a kind of items each sequence has; None where that cannot be told.
 
     ``pooled``: features by item, [items, features, d] or a list of [features, d]; or those of all items, of which each
@@ -156,7 +156,7 @@ def _none_of(value: Any) -> Any:
 # A stand-in: the smallest image that a model takes, all ones. Some models leave one of zeros out.
 
 
-def stand_in(model: nn.Module, kind: str) -> dict[str, Tensor]:
+def smallest_item(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """The fields of one small item as a model takes them for a row; none where it takes no items of this kind."""
     taken = inspect.signature(type(model).forward).parameters
     name = PIXELS[kind]
