@@ -37,7 +37,7 @@ import ullage
 from ullage.attention.heads import loss_divides_by_count
 from ullage.core.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.proofs.auditing import Samples
+from ullage.proofs.samples import Samples
 from ullage.proofs.tiny import model_types, tiny_model
 from ullage.training.loss.lazy_logits import head_in_chunks, head_problem
 

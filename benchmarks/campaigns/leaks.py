@@ -46,7 +46,7 @@ from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import Way
 from ullage.mixers.wrappers import bare
 from ullage.proofs import audit
-from ullage.proofs.auditing import Samples
+from ullage.proofs.samples import Samples
 from ullage.proofs.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,35 +9,26 @@ before its first step (:mod:`ullage.mixers.proof`).
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.heads import works_by_sequence
-from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
-from ullage.mixers.items import alone_form
-from ullage.mixers.kernels import shares_chunks
 from ullage.mixers.packed_model import way_of
-from ullage.mixers.proof import is_routed, largest, limits_of, prove
-from ullage.mixers.trial import Trial, moved, row_of, trial_of
+from ullage.mixers.proof import largest, limits_of, prove
 from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
-from ullage.proofs.pictures import picture_samples, takes_clips, takes_images
 from ullage.proofs.placing import given_differ, items_differ, what_is_wrong
+from ullage.proofs.samples import RowOutputs, Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -264,7 +255,8 @@ def compare(samples: Samples) -> Iterator[Check]:
     with at_rest(samples.model, training=False):
         samples.settle()
     short, neighbours, long = (
-        samples.draw(_fitting(samples, lengths), IMAGES[lengths]) for lengths in (LENGTHS, NEIGHBOURS, LONG)
+        samples.draw(_fitting(samples, lengths), IMAGES[lengths], CLIPS if lengths == LENGTHS else ())
+        for lengths in (LENGTHS, NEIGHBOURS, LONG)
     )
     if samples.images:
         yield from _placed(samples, short)
@@ -451,339 +443,3 @@ def _poison(samples: Samples, row: list[Sample]) -> float:
             after = samples.packed(spoiled).logits
         worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
     return worst
-
-
-# The sequences of an audit, alone and in a packed row, and what the model makes of them.
-
-
-#: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
-_TARGETS = (5, 4, 2, 6, 3, 4)
-#: Lengths of the longest sequence, of which the first is taken that a model takes.
-_LONGEST = (72, 40, 24, 16)
-#: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
-_MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
-_POSITIONS = re.compile(r"pos|wpe")
-_EXPERTS_BY = "_experts_implementation"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence: tokens [L], and labels [L], or of an encoder-decoder [target tokens]."""
-
-    input_ids: Tensor
-    labels: Tensor
-    #: The kinds of its tokens, by token, and the fields of its images.
-    others: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def items(self) -> dict[str, Tensor]:
-        """The fields of its images and clips."""
-        return {name: value for name, value in self.others.items() if is_media(name)}
-
-
-@dataclass(frozen=True)
-class RowOutputs:
-    """What a model made of a row: for each sequence its logits, and the loss of all; None without labels."""
-
-    logits: list[Tensor]
-    loss: Tensor | None
-
-
-class Samples:
-    """Sequences for one model, and its outputs for them.
-
-    Args:
-        model: in the state in which it is audited.
-        collate: makes the keywords of a packed row from samples; None for ``RaggedBatch.to_flattened``.
-        seed: of the tokens.
-    """
-
-    def __init__(self, model: nn.Module, collate: Callable[..., Any] | None, seed: int) -> None:
-        self.model, self.collate, self.seed = model, collate, seed
-        config: Any = getattr(model, "config", None)
-        self.config = config
-        self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.by_sequence = works_by_sequence(model)
-        #: Whether the model computes a loss of text alone; some take labels with images only.
-        self.has_loss = True
-        #: Tokens of the shortest and of the longest sequence that the model takes, as :meth:`settle` finds.
-        self.least, self.most = 1, 16
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        table: Any = _embedding(model)
-        self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
-        parameter = next(model.parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
-        self.special = {
-            value
-            for part in (config, text)
-            for name, value in vars(part).items()
-            if name.endswith(("token_id", "token_index")) and isinstance(value, int)
-        }
-        #: What sequences have beside text, and why a model that takes images gets none; as :meth:`settle` finds.
-        self.images, self.without_images = "", ""
-        #: Tokens to draw from, in order.
-        self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
-
-    @functools.cached_property
-    def shares_chunks(self) -> bool:
-        """Whether kernels of its mixers compute sequences that meet in a chunk together."""
-        return shares_chunks(self.model)
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether tokens are routed to experts."""
-        return is_routed(self.model)
-
-    def draw(self, lengths: Sequence[int], images: Sequence[int] = ()) -> list[Sample]:
-        """Sequences of these lengths. Labels are the tokens, but for each sequence's first, which nothing predicts.
-
-        ``images``: how many each has beside, if the model takes any.
-        """
-        if self.images and any(images):
-            return self._draw_pictures(lengths, images)
-        random, usable = torch.Generator().manual_seed(self.seed), self.usable
-        samples = []
-        for place, length in enumerate(lengths):
-            tokens = usable[torch.randint(len(usable), (length,), generator=random)]
-            if self.is_encoder_decoder:
-                size = max(_TARGETS[place % len(_TARGETS)], length // 3 if length > 16 else 0) if length else 0
-                labels = usable[torch.randint(len(usable), (size,), generator=random)]
-            elif self.by_sequence:
-                labels = torch.randint(int(self.config.num_labels), (), generator=random)
-            else:
-                labels = tokens.clone()
-                labels[:1] = IGNORED_LABEL
-            samples.append(Sample(tokens.to(self.device), labels.to(self.device)))
-        return samples
-
-    def _draw_pictures(self, lengths: Sequence[int], images: Sequence[int]) -> list[Sample]:
-        """Sequences with text of these lengths before, between and behind their images."""
-        model: Any = bare(self.model)
-        clips = [each * takes_clips(model) for each in CLIPS[: len(lengths)]] if sum(lengths) < sum(LONG) else None
-        texts = []
-        for place, (length, count) in enumerate(zip(lengths, images)):
-            parts = 1 + count + (clips[place] if clips else 0)
-            texts += [max(length // parts + (part < length % parts), min(length, 1)) for part in range(parts)]
-        drawn = picture_samples(model, seed=self.seed, images=images, videos=clips, texts=texts)
-        samples = []
-        for fields in drawn:
-            held = {name: value.to(self.device) for name, value in fields.items()}
-            held |= {name: value.to(self.dtype) for name, value in held.items() if value.is_floating_point()}
-            samples.append(Sample(held.pop("input_ids"), held.pop("labels"), held))
-        return samples
-
-    def with_other_images(self, row: Sequence[Sample], place: int) -> list[Sample]:
-        """The row with other pixels in all images of one sequence; what is empty stays so."""
-        random, sample = torch.Generator().manual_seed(self.seed + 2), row[place]
-        others = dict(sample.others)
-        for name, value in sample.items.items():
-            if value.is_floating_point() and name.startswith("pixel_"):
-                drawn = torch.randn(value.shape, generator=random).to(value)
-                others[name] = torch.where(value == 0, value, drawn)
-        return [*row[:place], replace(sample, others=others), *row[place + 1 :]]
-
-    def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
-        """The row with another token everywhere in one sequence, of the same length."""
-        random, sample = torch.Generator().manual_seed(self.seed + 1), row[place]
-        labels = self._other(sample.labels, random) if self.is_encoder_decoder else sample.labels
-        sample = replace(sample, input_ids=self._other(sample.input_ids, random), labels=labels)
-        return [*row[:place], sample, *row[place + 1 :]]
-
-    def _other(self, tokens: Tensor, random: torch.Generator) -> Tensor:
-        usable = self.usable.to(self.device)
-        at = torch.searchsorted(usable, tokens)
-        other = usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
-        # Tokens of images stay, of which there are as many as features.
-        return torch.where(torch.isin(tokens, usable), other, tokens)
-
-    # Runs.
-
-    def _run_alone(self, row: Sequence[Sample]) -> list[Tensor]:
-        """The logits of each sequence in a call of its own."""
-        return [
-            _logits(self.model(**alone_form(bare(self.model), fields), **self._without_cache()))
-            for fields in self.fields(row)
-        ]
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Find out how short and how long a sequence may be, in tokens, and whether there is a loss of text alone."""
-        failure: Exception | None = None
-        self._settle_images()
-        for self.least in (1, 2, 4, 8, 16):
-            for self.has_loss in (True, False):
-                try:
-                    self._run_alone(self.draw([self.least, max(self.least, 7)], (0, 1)))
-                except Exception as error:  # whatever it is: another length is tried
-                    failure = failure or error
-                    continue
-                self.most = self._longest()
-                return
-        assert failure is not None
-        raise failure
-
-    def _settle_images(self) -> None:
-        """Find out whether images can be made for the model, and text with them is run."""
-        model: Any = bare(self.model)
-        if self.is_encoder_decoder or self.collate is not None or not takes_images(model):
-            return
-        self.images = "images and clips" if takes_clips(model) else "images"
-        try:
-            row = self.draw([7], [1])
-            if all(map(torch.equal, self._run_alone(row), self._run_alone(self.with_other_images(row, 0)))):
-                self.images, self.without_images = "", "another image changes nothing"
-        except Exception as error:  # whatever the model raises: it is audited on text alone
-            self.images, self.without_images = "", " ".join(f"{type(error).__name__}: {error}".split())
-
-    def _longest(self) -> int:
-        """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        limits = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
-                limits.append(module.num_embeddings)
-        # A table may begin behind the index of padding.
-        lengths = [length for length in _LONGEST if length + 2 <= min(limits, default=length + 2)] or [16]
-        for length in lengths if self.device.type == "cpu" else ():
-            try:
-                self._run_alone(self.draw([length]))
-                return length
-            except Exception:  # the next, shorter one
-                continue
-        return lengths[0] if self.device.type != "cpu" else 16
-
-    def trial(self, row: Sequence[Sample]) -> Trial:
-        """The calls of a proof: each sequence that has tokens by itself, and the row."""
-        if self.by_sequence:
-            row = [sample for sample in row if len(sample.input_ids)]
-        trial = trial_of(self.model, self.fields(row))
-        return replace(trial, is_strict=True, **({} if self.collate is None else {"packed": self._row(row)}))
-
-    def for_trials(self) -> list[dict[str, Tensor]]:
-        """Three sequences, as ``pack_model(model, verify=...)`` takes them."""
-        return self.fields(self.draw([min(max(length, self.least), self.most) for length in (24, 3, 9)]))
-
-    def fields(self, row: Sequence[Sample]) -> list[dict[str, Tensor]]:
-        """Samples as ``RaggedBatch.from_samples`` takes them, with the labels where the model computes a loss."""
-        name = "labels" if self.has_loss else "decoder_input_ids" if self.is_encoder_decoder else None
-        labels = [{} if name is None else {name: each.labels} for each in row]
-        return [{"input_ids": each.input_ids} | label | dict(each.others) for each, label in zip(row, labels)]
-
-    def packed(self, row: Sequence[Sample]) -> RowOutputs:
-        """All sequences in one row."""
-        outputs = self.model(**self._row(row), **self._without_cache())
-        logits, loss = _logits(outputs), _loss(outputs)
-        if self.by_sequence:
-            return RowOutputs([*logits], loss)
-        sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
-        flat = logits[0] if logits.ndim == 3 else logits
-        if len(flat) != sum(sizes):
-            raise InputError(
-                "the model's outputs do not lie end to end",
-                expected=f"[1, {sum(sizes)}, ...]",
-                found=list(logits.shape),
-            )
-        return RowOutputs([*flat.split(sizes)], loss)
-
-    @contextmanager
-    def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:
-        """The row with one sequence whose embeddings are nan: its tokens are one id, which no other sequence has."""
-        used = {int(token) for sample in row for token in (*sample.input_ids, *sample.labels.flatten())}
-        poison = next(token for token in range(self.vocabulary) if token not in used | self.special)
-        sample = row[place]
-        # Images are nan where they are not empty; their tokens stay.
-        images = {
-            name: torch.where(value == 0, value, torch.nan)
-            for name, value in sample.items.items()
-            if name.startswith("pixel_values")
-        }
-        is_text = torch.isin(sample.input_ids, self.usable.to(self.device))
-        ids = torch.where(is_text, poison, sample.input_ids) if images else torch.full_like(sample.input_ids, poison)
-        sample = replace(sample, input_ids=ids, others={**sample.others, **images})
-
-        def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
-            tokens = inputs[0] if inputs else None
-            if (
-                isinstance(tokens, Tensor)
-                and isinstance(output, Tensor)
-                and output.shape[: tokens.ndim] == tokens.shape
-            ):
-                return output.masked_fill((tokens == poison)[..., None], torch.nan)
-            return output
-
-        hook = _embedding(self.model).register_forward_hook(spoil)
-        try:
-            yield [*row[:place], sample, *row[place + 1 :]]
-        finally:
-            hook.remove()
-
-    @contextmanager
-    def in_double(self) -> Iterator[Samples]:
-        """The same in float64, experts by plain products: the grouped ones take no float64."""
-        configs: dict[int, Any] = {
-            id(part.config): part.config for part in self.model.modules() if hasattr(part, "config")
-        }
-        experts = [(each, each._experts_implementation) for each in configs.values() if hasattr(each, _EXPERTS_BY)]
-        for config, _ in experts:
-            config._experts_implementation = "eager"
-        before = {name: value.dtype for name, value in self.model.state_dict().items()}
-        weights = copy.deepcopy(self.model.state_dict())
-        self.model.double()
-        try:
-            yield self._again(self.seed)
-        finally:
-            for config, implementation in experts:
-                config._experts_implementation = implementation
-            self.model.to(self.dtype)
-            self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
-
-    def _again(self, seed: int) -> Samples:
-        again = Samples(self.model, self.collate, seed)
-        again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
-        again.images = self.images
-        return again
-
-    # Keywords.
-
-    def _row(self, row: Sequence[Sample]) -> dict[str, Any]:
-        if self.collate is not None:
-            return dict(self.collate([{"input_ids": each.input_ids, "labels": each.labels} for each in row]))
-        keywords = moved(row_of(self.model, self.fields(row)), self.device)
-        # In double precision, as the weights are.
-        return {
-            name: value.to(self.dtype) if is_media(name) and value.is_floating_point() else value
-            for name, value in keywords.items()
-        }
-
-    def _without_cache(self) -> dict[str, Any]:
-        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    get = getattr(model, "get_input_embeddings", None)
-    table = None
-    if get is not None:
-        try:
-            table = get()
-        except NotImplementedError:
-            table = None
-    if table is None:
-        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if table is None:
-        raise InputError("the model has no embedding of tokens", where=type(model).__name__)
-    return table
-
-
-def _logits(outputs: Any) -> Tensor:
-    if isinstance(outputs, dict):
-        for name in ("logits", "prediction_logits", "last_hidden_state"):
-            if isinstance(outputs.get(name), Tensor):
-                return outputs[name]
-        if isinstance(outputs.get("start_logits"), Tensor):  # question answering
-            return torch.stack([outputs["start_logits"], outputs["end_logits"]], -1)
-    parts = outputs.values() if isinstance(outputs, dict) else outputs
-    return next(part for part in parts if isinstance(part, Tensor) and part.ndim >= 2)
-
-
-def _loss(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, dict) else None

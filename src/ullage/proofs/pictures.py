@@ -85,11 +85,11 @@ def picture_samples(
     for place, count in enumerate(images):
         items = [_image(model, next(size), random) for _ in range(count)]
         clips = [_clip(model, next(clip), random) for _ in range(videos[place] if videos else 0)]
-        samples.append(sample_of(model, items, clips, random, text))
+        samples.append(_sample(model, items, clips, random, text))
     return samples
 
 
-def sample_of(model: Any, items: Any, clips: Any, random: torch.Generator, text: Any) -> dict[str, Tensor]:
+def _sample(model: Any, items: Any, clips: Any, random: torch.Generator, text: Any) -> dict[str, Tensor]:
     """One sequence with images, then clips, text before, between and behind them."""
     config = model.config
     words = _words(model)
@@ -189,7 +189,8 @@ def _clip(model: Any, size: tuple[int, int, int], random: torch.Generator) -> di
     names = _keywords(model)
     if not takes_clips(model):
         raise InputError("no clips are made for this model", where=type(model).__name__)
-    frames = max(1, size[0] // 2)
+    merged = getattr(_vision(model.config), "temporal_merge_size", 1)
+    frames = -(-max(1, size[0] // 2) // merged) * merged
     made = _grid(model, (frames, *size[1:]), random)
     item = {"pixel_values_videos": made["pixel_values"], "video_grid_thw": made["image_grid_thw"]}
     if "second_per_grid_ts" in names:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.core.columns import is_media
-from ullage.mixers.items import ITEM_LENGTHS
+from ullage.mixers.items import ITEM_LENGTHS, has_rows_of_items
 from ullage.mixers.proof import largest
 from ullage.mixers.towers import FEATURES, features_of
 
@@ -35,6 +35,8 @@ def items_differ(model: nn.Module, alone: Sequence[Mapping[str, Any]], packed: M
         if not hasattr(part, name) or not any(each in packed for each in packed.get(ITEM_LENGTHS, ())):
             continue
         fields = [_of_kind(each, kind) for each in (*alone, packed)]
+        if has_rows_of_items(model):
+            fields[-1] = {each: value[None] for each, value in fields[-1].items()}
         found = [_rows(getattr(part, name)(**each)) if each else None for each in fields]
         expected = [each for each in found[:-1] if each is not None]
         if found[-1] is None or not expected:
