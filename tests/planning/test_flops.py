@@ -8,7 +8,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from ullage import InputError, MultimodalCost, RaggedBatch, TransformerCost
-from ullage.proofs.pictures import own_form, picture_samples
+from ullage.mixers.items import alone_form
+from ullage.proofs.pictures import picture_samples
 from ullage.proofs.tiny import tiny_model
 from ullage.training.batches.amounts import amounts_of
 
@@ -88,7 +89,7 @@ def test_forward_flops_of_tower_and_text(model_type: str, apart: float) -> None:
     # Images of many patches, larger than a window; Pixtral's attention is computed over all images of a call at once.
     (sample,) = picture_samples(model, images=(1 if model_type == "mistral3" else 2,), sizes=((16, 12), (8, 20)))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(**own_form(model, sample), use_cache=False)
+        model(**alone_form(model, sample), use_cache=False)
     batch = RaggedBatch.from_samples([sample])
     found = MultimodalCost.from_config(model.config)(batch.layout.lengths, amounts_of(batch, model.config))
     assert found[0] == pytest.approx(counter.get_total_flops(), rel=apart or 1e-12)

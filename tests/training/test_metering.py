@@ -150,7 +150,10 @@ def test_a_packed_run_logs_the_names_of_the_documentation(tmp_path, monkeypatch)
     truncated = {name.replace("dropped", "truncated") for name in PACKED}
     totals = {f"total_{name}" for name in PACKED | truncated if "ped_" in name or "ted_" in name}
     totals = {name for name in totals if name.endswith(("sequences", "tokens"))}
-    assert names == PACKED | truncated | totals | {"padding_avoided", "total_empty_steps", "wait_seconds"}
+    # Of models that take images, see test_capacities.py.
+    of_images = {f"{kind}_{end}" for kind in ("patches", "images") for end in ("per_second", "capacity_unused")}
+    more = {"padding_avoided", "total_empty_steps", "wait_seconds"}
+    assert names == PACKED | truncated | totals | of_images | more
 
 
 def test_a_peak_that_is_not_positive_is_refused(tmp_path):

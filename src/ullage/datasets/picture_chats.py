@@ -216,7 +216,7 @@ class PictureEncoder:
         texts, marks = render_jinja_template(
             [[*messages]], chat_template=self._template, **options, **self.processor.tokenizer.special_tokens_map
         )
-        return texts[0], [(start, stop) for start, stop in marks[0]] if marks else []
+        return texts[0], [(int(start), int(stop)) for start, stop in marks[0]] if marks else []
 
     def _rendered(self, chat: PictureChat) -> tuple[str, list[tuple[int, int, int]]]:
         """The text of a chat, and of each span that counts its letters and the number of images before it."""
