@@ -288,7 +288,8 @@ def test_a_model_whose_sequences_compete_is_refused_with_the_path():
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"attention_mask": torch.zeros(1, 26)}, ["takes no mask", "attention_mask"]),
-    ({"pixel_values": torch.zeros(2, 3, 8, 8)}, ["pixel_values", "images, audio"]),
+    ({"pixel_values": torch.zeros(2, 3, 8, 8)}, ["pixel_values", "cu_seq_items", "a model that takes images"]),
+    ({"input_features": torch.zeros(1, 26, 8)}, ["input_features", "audio"]),
     ({"past_key_values": object()}, ["takes no cache"]),
     ({"output_attentions": True}, ["no attention weights"]),
     ({"cu_seq_lens_q": torch.tensor([0, 7, 10], dtype=torch.int32)}, ["does not cover the row", "26", "10"]),

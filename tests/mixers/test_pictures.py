@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from tests.support import picture_ranks
+from tests.support.processes import run, values
 from ullage import RaggedBatch, pack_model
 from ullage.attention import packing_problem
 from ullage.core.errors import InputError
@@ -231,10 +233,20 @@ def test_a_copy_is_packed_and_a_proof_takes_images():
     require_near(copied(**row_of(samples)).logits[0], logits)
 
 
-def test_images_may_not_be_counted_by_another_type_of_field():
-    """A row of one sequence after another: pixels of no sequence are left over."""
+def test_pixels_of_no_sequence_are_refused():
     model, samples = made("llava", images=(1, 1))
     row = row_of(samples)
     row["pixel_values"] = row["pixel_values"][:1]
     with pack_model(model), pytest.raises(InputError, match="cu_seq_items does not cover pixel_values"):
         model(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_with_text_alone_waits_for_no_other():
+    types = ["qwen2_5_vl", "qwen3_5", "gemma3", "smolvlm", "mistral3", "mllama"]
+    for found in values(run(picture_ranks.steps, 2, types, timeout=200, loads=("torch", "training"))):
+        assert found.keys() == {*types}
+        for model_type, (expected, *others) in found.items():
+            for other in others:
+                assert other == pytest.approx(expected, rel=1e-5), model_type

@@ -15,7 +15,7 @@ from ullage.attention.packed_call import PackedCall
 from ullage.cli.audit import app
 from ullage.core.errors import InputError
 from ullage.mixers import forwards
-from ullage.mixers.items import Items, alone_form
+from ullage.mixers.items import RowItems, alone_form
 from ullage.proofs import tiny
 from ullage.proofs.pictures import picture_samples, takes_clips
 from ullage.proofs.tiny import model_types, tiny_model
@@ -37,14 +37,14 @@ def test_a_model_is_audited_with_images_and_clips():
 # Faults planted on purpose, with what the report says.
 def other_rows(monkeypatch, model_type, order):
     """Images in another order: ``order`` gives that of the rows, from their number and the bounds of sequences."""
-    of_row = Items.of_row
+    of_row = RowItems.of_row
 
     def reordered(self):
         values = of_row(self)
         places = order(len(values["pixel_values"]), self.bounds["pixel_values"].tolist())
         return values | {"pixel_values": values["pixel_values"][places]}
 
-    monkeypatch.setattr(Items, "of_row", reordered)
+    monkeypatch.setattr(RowItems, "of_row", reordered)
     return tiny_model(model_type, "image")
 
 

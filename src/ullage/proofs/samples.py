@@ -301,7 +301,9 @@ class Samples:
         finally:
             for config, implementation in experts:
                 config._experts_implementation = implementation
-            self.model.to(self.dtype)
+            for each in (*self.model.parameters(), *self.model.buffers()):
+                if each.is_floating_point():  # and not complex, as ``to`` would take it
+                    each.data = each.data.to(self.dtype)
             self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
 
     def _again(self, seed: int) -> Samples:
