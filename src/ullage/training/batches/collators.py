@@ -8,11 +8,12 @@ length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import POSITION_NAMES, behind_padding, is_media
@@ -134,6 +135,39 @@ class PackedSequenceCollator:
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
+
+
+@dataclass(frozen=True)
+class AloneCollator:
+    """Collator that has another one collate each sample by itself, and takes its padding away.
+
+    So it is known which rows of images belong to which sequence, which a batch of padded rows does not say.
+
+    Attributes:
+        collate: gives tensors [n, L] by token and ``attention_mask``, all images end to end: TRL's for data with images.
+        processor: of ``collate``.
+        per_sample: sequences of a sample, n, each with the same images.
+        finish: what is made of the batch.
+    """
+
+    collate: Callable[[Any], Mapping[str, Any]]
+    processor: Any
+    per_sample: int = 1
+    finish: Callable[[RaggedBatch], Any] | None = None
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:
+        encoder = PictureEncoder(self.processor)
+        apart = [sequence for sample in samples for sequence in self._sequences(encoder, sample)]
+        batch = RaggedBatch.from_samples(apart)
+        return batch if self.finish is None else self.finish(batch)
+
+    def _sequences(self, encoder: PictureEncoder, sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        made = dict(self.collate([dict(sample)]))  # a copy: TRL's writes into what it is given
+        masks = made.pop("attention_mask") != 0
+        halves = {name: value.chunk(self.per_sample) for name, value in made.items()}
+        for i, mask in enumerate(masks):
+            one = {name: encoder.of_one(name, parts[i], halves["input_ids"][i][0]) for name, parts in halves.items()}
+            yield {name: value if is_media(name) else value[mask] for name, value in one.items()}
 
 
 @dataclass(frozen=True)

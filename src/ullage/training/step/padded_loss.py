@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from ullage.attention.heads import works_by_sequence
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.core.layout import Int64
+from ullage.core.layout import Int64, Layout, ranges
 from ullage.core.replacing import replaced
+from ullage.core.rows import host_integers
 from ullage.mixers.wrappers import bare
+from ullage.training.batches.forms import ITEM_BOUNDS
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.loss.divisions import shares
 from ullage.training.step.packable import make_packable
@@ -71,11 +73,13 @@ class _RowsForward:
         if not self._is_of_rows(named):
             return self._own(*arguments, **keywords)
         mask = named.pop("attention_mask")
+        items = _rows_of_items(named.pop(ITEM_BOUNDS, {}))
         fields, others = self._divide(named, mask)
-        batch = RaggedBatch.from_padded(fields, mask)
+        fields = {**fields, **{name: others.pop(name) for name in items}}
+        batch = RaggedBatch.from_padded(fields, mask, items=items)
         if "labels" in batch:
             # Shifted within each sequence, so that the head scores the row as it is, and gives an entry for each token.
-            batch = batch.with_shift_labels().select([*(name for name in fields if name != "labels"), "shift_labels"])
+            batch = batch.with_shift_labels().select([*(name for name in batch.names if name != "labels"), "shift_labels"])
         outputs = self._own(**batch.to_flattened(), **others)
         return outputs if self._by_sequence else _lay_out(outputs, mask)
 
@@ -102,6 +106,11 @@ class _RowsForward:
         return fields, others
 
 
+def _rows_of_items(bounds: Mapping[str, Any]) -> dict[str, Layout]:
+    """The rows by sequence of each field of images, of rows cumulated by sequence."""
+    return {name: Layout(np.diff(host_integers(each, name))) for name, each in bounds.items()}
+
+
 def _lay_out(outputs: Any, mask: Tensor) -> Any:
     """Outputs of a packed row as those of padded rows: [1, T] becomes [N, L - 1], zero where there is nothing.
 
@@ -116,6 +125,13 @@ def _lay_out(outputs: Any, mask: Tensor) -> Any:
         return value.new_zeros(mask.numel()).index_copy(0, there, value[0]).view(mask.shape)[:, :-1]
 
     return type(outputs)(**{name: rows(value) for name, value in outputs.items()})
+
+
+def _ordered(items: Tensor, rows: Layout, order: Tensor) -> tuple[Tensor, Layout]:
+    """The rows of images of the sequences in another order."""
+    taken = order.numpy()
+    index = ranges(rows.starts[taken], rows.lengths[taken])
+    return items[torch.from_numpy(index)], Layout(rows.lengths[taken])
 
 
 class PaddedLoss:
@@ -186,9 +202,13 @@ class PaddedLoss:
                 found=type(batch).__name__ if mask is None else f"attention_mask of shape {list(mask.shape)}",
             )
         order = self._order(len(mask))
+        items = _rows_of_items(batch.get(ITEM_BOUNDS, {}))
         fields, whole = {}, []
         for name, value in batch.items():
-            if name == "attention_mask":
+            if name in ("attention_mask", ITEM_BOUNDS):
+                continue
+            if name in items:
+                fields[name], items[name] = _ordered(value, items[name], order)
                 continue
             if not isinstance(value, Tensor) or value.ndim == 0:
                 raise InputError(
@@ -201,19 +221,26 @@ class PaddedLoss:
             else:
                 fields[name] = value.repeat_interleave(self.per_sample, 0)
                 whole.append(name)
-        return RaggedBatch.from_padded(fields, mask[order], whole)
+        return RaggedBatch.from_padded(fields, mask[order], whole, items)
 
     def to_padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
-        """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is."""
+        """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is.
+
+        Beside images it is said whose they are, for the model within :meth:`packed_rows`.
+        """
         rows = microbatch.to_padded({"input_ids": self._pad_token_id, "labels": -100})
         number = len(microbatch)
         # Where in the microbatch each row is that TRL expects: the inverse of the order above.
         place = torch.argsort(self._order(number))
-        made = {}
+        made, bounds = {}, {}
         for name, value in rows.items():
+            if name in microbatch.items:
+                made[name], found = _ordered(value, Layout(microbatch.items[name].lengths), place)
+                bounds[name] = torch.from_numpy(found.cu_seqlens)
+                continue
             per_sample = name in microbatch.per_sequence
             made[name] = value[:: self.per_sample] if per_sample else value[place]
-        return made
+        return {**made, ITEM_BOUNDS: bounds} if bounds else made
 
     def stand_in(self, microbatches: Sequence[RaggedBatch], empty: RaggedBatch) -> RaggedBatch:
         """What runs in the place of an empty microbatch, and counts for nothing: this rank's shortest sample, or zeros.
