@@ -458,10 +458,8 @@ def picture_collator(trainer: transformers.Trainer, padded: PaddedLoss | None) -
     """
     if not getattr(trainer, "_is_vision_dataset", False) or image_problem(trainer) is not None:
         return None
-    processor, theirs = trainer.processing_class, trainer.data_collator
-    if padded is None:
-        return AloneCollator(theirs, processor)
-    return AloneCollator(theirs, processor, padded.per_sample, padded.to_padded)
+    made = AloneCollator(trainer.data_collator, trainer.processing_class)
+    return made if padded is None else replace(made, per_sample=padded.per_sample, finish=padded.rows)
 
 
 def image_problem(trainer: transformers.Trainer) -> InputError | None:
