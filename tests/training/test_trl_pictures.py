@@ -59,15 +59,17 @@ RANKS = {
 
 @slow
 @pytest.mark.distributed
-def test_two_ranks_train_as_one_process_on_padded_rows(tmp_path):
-    ranks = on_ranks(2, trl_pictures, tmp_path, list(RANKS.values()), timeout=280)
-    for at, (name, kind, options) in enumerate(RANKS.values()):
-        alone = {key: value for key, value in options.items() if key != "capacity"}
-        wanted = trl_pictures.run(name, kind, tmp_path / "alone", **alone)
-        for rank in ranks:
-            assert_same(rank[at], wanted)
-        first = [sum(step) for rank in ranks for step in rank[at]["items"]]
-        assert any(first) and not all(first), "no rank was without images"
+@pytest.mark.parametrize("case", RANKS)
+def test_two_ranks_train_as_one_process_on_padded_rows(case, tmp_path):
+    name, kind, options = RANKS[case]
+    ranks = on_ranks(2, trl_pictures, tmp_path, [RANKS[case]], timeout=60)
+    alone = {key: value for key, value in options.items() if key != "capacity"}
+    wanted = trl_pictures.run(name, kind, tmp_path / "alone", **alone)
+    for (found,) in ranks:
+        assert_same(found, wanted)
+    of_steps = [sum(step) for (found,) in ranks for step in found["items"]]
+    assert 0 in of_steps, "no rank was without images"
+    assert any(of_steps)
 
 
 def test_pairs_come_with_the_images_of_each_sequence(tmp_path):
@@ -85,10 +87,17 @@ def test_pairs_come_with_the_images_of_each_sequence(tmp_path):
         trainer._packer.padded_loss.to_ragged(theirs)
 
 
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_a_cut_image_is_named(name, tmp_path):
+    trainer = trl_pictures.build(name, "qwen2_5_vl", tmp_path, capacity=180, completions=True, max_length=10)
+    with pytest.raises(InputError, match=r"max_length cuts an image \(sample 1 of the batch\): .*max_length=10"):
+        trainer.data_collator([trainer.train_dataset[at] for at in (1, 0)])
+
+
 @slow
 def test_other_trainers_refuse_images_under_packing(tmp_path):
     trainer = build("KTO", tmp_path, capacity=80)
     trainer._packer.require_packable()
     trainer._is_vision_dataset = True  # as TRL marks a trainer whose data have a column of images
-    with pytest.raises(InputError, match="data with images cannot be packed .*SFTTrainer and DPOTrainer take images"):
+    with pytest.raises(InputError, match=r"data with images cannot be packed .*SFTTrainer and DPOTrainer take images"):
         trainer._packer.require_packable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -144,7 +144,7 @@ class AloneCollator:
     So it is known which rows of images belong to which sequence, which a batch of padded rows does not say.
 
     Attributes:
-        collate: gives tensors [n, L] by token and ``attention_mask``, all images end to end: TRL's for data with images.
+        collate: TRL's for data with images, which gives padded rows, n of them for a sample, and all images end to end.
         processor: of ``collate``.
         per_sample: sequences of a sample, n, each with the same images.
         finish: what is made of the batch.
@@ -157,17 +157,34 @@ class AloneCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:
         encoder = PictureEncoder(self.processor)
-        apart = [sequence for sample in samples for sequence in self._sequences(encoder, sample)]
+        apart = [each for i, sample in enumerate(samples) for each in self._sequences(encoder, sample, i)]
         batch = RaggedBatch.from_samples(apart)
         return batch if self.finish is None else self.finish(batch)
 
-    def _sequences(self, encoder: PictureEncoder, sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    def _sequences(self, encoder: PictureEncoder, sample: Mapping[str, Any], i: int) -> Iterator[dict[str, Tensor]]:
         made = dict(self.collate([dict(sample)]))  # a copy: TRL's writes into what it is given
+        self._require_whole(made, sample, i)
         masks = made.pop("attention_mask") != 0
         halves = {name: value.chunk(self.per_sample) for name, value in made.items()}
         for i, mask in enumerate(masks):
             one = {name: encoder.of_one(name, parts[i], halves["input_ids"][i][0]) for name, parts in halves.items()}
             yield {name: value if is_media(name) else value[mask] for name, value in one.items()}
+
+    def _require_whole(self, made: Mapping[str, Tensor], sample: Mapping[str, Any], i: int) -> None:
+        """Raise ``InputError`` for a sample of which ``max_length`` has cut an image."""
+        collate: Any = self.collate
+        most = getattr(collate, "max_length", None)
+        if most is None or made["input_ids"].shape[1] < most or not any(map(is_media, made)):
+            return
+        whole, mark = replace(collate, max_length=None)([dict(sample)]), getattr(self.processor, "image_token_id", None)
+        if mark is not None and int((made["input_ids"] == mark).sum()) < int((whole["input_ids"] == mark).sum()):
+            raise InputError(
+                "max_length cuts an image",
+                where=f"sample {i} of the batch",
+                expected=f"{whole['attention_mask'].sum(1).max()} tokens or more, for the whole sample",
+                found=f"max_length={most}",
+                hint="raise max_length, make images smaller, or set max_length=None",
+            )
 
 
 @dataclass(frozen=True)

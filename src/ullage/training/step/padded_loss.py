@@ -83,7 +83,8 @@ class _RowsForward:
         batch = RaggedBatch.from_padded(fields, mask, items=items)
         if "labels" in batch:
             # Shifted within each sequence, so that the head scores the row as it is, and gives an entry for each token.
-            batch = batch.with_shift_labels().select([*(name for name in batch.names if name != "labels"), "shift_labels"])
+            shifted = batch.with_shift_labels()
+            batch = shifted.select(name for name in shifted.names if name != "labels")
         outputs = self._own(**batch.to_flattened(), **others)
         return outputs if self._by_sequence else _lay_out(outputs, mask)
 
