@@ -221,14 +221,6 @@ def test_trls_packing_beside_ours_is_refused_before_data_are_prepared(name, tmp_
         ready(tmp_path, data, packing_capacity=16, **{name: True})
 
 
-def test_images_are_refused_under_packing(tmp_path):
-    trainer = make_sft("llama", tmp_path, **PACKED)
-    trainer._packer.require_packable()
-    trainer._is_vision_dataset = True  # as TRL marks a trainer whose data have a column of images
-    with pytest.raises(InputError, match="images cannot be packed"):
-        trainer._packer.require_packable()
-
-
 def test_masks_without_labels_are_refused_in_evaluation_too(tmp_path):
     ids = rows(tokenized).remove_columns("labels")
     masked = ids.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})

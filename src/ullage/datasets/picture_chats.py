@@ -188,7 +188,7 @@ class PictureEncoder:
                 where=where,
                 found=f"{type(error).__name__}: {first_line(error)}",
             ) from error
-        sample = {name: self._of_one(name, value, ids) for name, value in made.items() if name != "attention_mask"}
+        sample = {name: self.of_one(name, value, ids) for name, value in made.items() if name != "attention_mask"}
         return {**sample, "labels": torch.where(mask, ids, IGNORED_LABEL)}
 
     def require_template(self) -> None:
@@ -280,7 +280,7 @@ class PictureEncoder:
             mask[first + longer[before] : last + longer[before]] = True
         return mask
 
-    def _of_one(self, name: str, value: Tensor, ids: Tensor) -> Tensor:
+    def of_one(self, name: str, value: Tensor, ids: Tensor) -> Tensor:
         """A field of a batch of one as that of a sample: by token [length, ...], or by item [rows, ...]."""
         by_token = value.ndim > 1 and value.shape[0] == 1 and value.shape[1] == len(ids) and "pixel" not in name
         return value[0] if by_token or (self._by_sample and value.ndim > 1 and value.shape[0] == 1) else value

@@ -74,7 +74,7 @@ from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.sharing import StepSharing
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl_losses import image_problem, padded_loss_of
+from ullage.training.trl_losses import image_problem, padded_loss_of, picture_collator
 
 logger = logging.get_logger(__name__)
 
@@ -181,14 +181,20 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         if type(self.label_smoother) is LabelSmoother:
             self.label_smoother = RaggedLabelSmoother(**vars(self.label_smoother), shifts=lambda: self._reader.shifts)
         refuse_dispatching(self.accelerator)
+        if given_argument("data_collator", type(self), RaggedTrainerMixin, args, kwargs) is None:
+            self._take_collator()
         self._packer.require_packable()
         self._sharing.require_possible()
-        given = given_argument("data_collator", type(self), RaggedTrainerMixin, args, kwargs)
-        if given is None and self._packer.padded_loss is None:
-            collator = self._reader.default_collator(packs=self._packer.options is not None)
-            if collator is not self.data_collator:
-                self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
         self._reader.refuse_texts()
+
+    def _take_collator(self) -> None:
+        """Take the collator of a trainer that was given none."""
+        padded, packs = self._packer.padded_loss, self._packer.options is not None
+        collator = picture_collator(self, padded) if packs else None
+        if collator is None and padded is None:
+            collator = self._reader.default_collator(packs=packs)
+        if collator is not None and collator is not self.data_collator:
+            self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""

@@ -33,6 +33,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, ranges
 from ullage.core.replacing import replaced
+from ullage.training.batches.collators import AloneCollator
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.loss.divisions import READ_DIVISIONS, Division, nearest_in, shares
 from ullage.training.step.call_metrics import RULES, Difference, Rule
@@ -446,14 +447,30 @@ def padded_loss_of(trainer: transformers.Trainer) -> PaddedLoss | None:
     return None if known is None or known.loss is None else known.loss(trainer)
 
 
+#: Trainers whose data may have images under packing.
+_SEEING = ("trl.trainer.sft_trainer.SFTTrainer", "trl.trainer.dpo_trainer.DPOTrainer")
+
+
+def picture_collator(trainer: transformers.Trainer, padded: PaddedLoss | None) -> AloneCollator | None:
+    """The collator of a trainer of TRL's for data with images; None for other trainers, and for data without.
+
+    ``padded``: what packs its loss, if that takes padded rows.
+    """
+    if not getattr(trainer, "_is_vision_dataset", False) or image_problem(trainer) is not None:
+        return None
+    made = AloneCollator(trainer.data_collator, trainer.processing_class)
+    return made if padded is None else replace(made, per_sample=padded.per_sample, finish=padded.rows)
+
+
 def image_problem(trainer: transformers.Trainer) -> InputError | None:
-    """The error of a trainer of TRL's that has marked its data as those with images; None for any other trainer."""
-    if not getattr(trainer, "_is_vision_dataset", False):
+    """The error of a trainer of TRL's with a column of images that it packs not; None for any other trainer."""
+    seen = nearest_in(dict.fromkeys(_SEEING, True), type(trainer))
+    if seen or not getattr(trainer, "_is_vision_dataset", False):
         return None
     return InputError(
-        "data with images cannot be packed",
+        "this trainer's data with images cannot be packed",
         where=type(trainer).__name__,
-        expected="text",
+        expected="text; SFTTrainer and DPOTrainer take images",
         found="a column of images",
         hint="leave packing_capacity out",
     )

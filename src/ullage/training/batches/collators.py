@@ -8,11 +8,12 @@ length. ``PackedSequenceCollator`` is for a model that wants ``PackedSequence`` 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import POSITION_NAMES, behind_padding, is_media
@@ -134,6 +135,56 @@ class PackedSequenceCollator:
         return {
             name: batch[name] if name in batch.per_sequence else batch.to_packed_sequence(name) for name in batch.names
         }
+
+
+@dataclass(frozen=True)
+class AloneCollator:
+    """Collator that has another one collate each sample by itself, and takes its padding away.
+
+    So it is known which rows of images belong to which sequence, which a batch of padded rows does not say.
+
+    Attributes:
+        collate: TRL's for data with images, which gives padded rows, n of them for a sample, and all images end to end.
+        processor: of ``collate``.
+        per_sample: sequences of a sample, n, each with the same images.
+        finish: what is made of the batch.
+    """
+
+    collate: Callable[[Any], Mapping[str, Any]]
+    processor: Any
+    per_sample: int = 1
+    finish: Callable[[RaggedBatch], Any] | None = None
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Any:
+        encoder = PictureEncoder(self.processor)
+        apart = [each for i, sample in enumerate(samples) for each in self._sequences(encoder, sample, i)]
+        batch = RaggedBatch.from_samples(apart)
+        return batch if self.finish is None else self.finish(batch)
+
+    def _sequences(self, encoder: PictureEncoder, sample: Mapping[str, Any], i: int) -> Iterator[dict[str, Tensor]]:
+        made = dict(self.collate([dict(sample)]))  # a copy: TRL's writes into what it is given
+        self._require_whole(made, sample, i)
+        masks = made.pop("attention_mask") != 0
+        halves = {name: value.chunk(self.per_sample) for name, value in made.items()}
+        for i, mask in enumerate(masks):
+            one = {name: encoder.of_one(name, parts[i], halves["input_ids"][i][0]) for name, parts in halves.items()}
+            yield {name: value if is_media(name) else value[mask] for name, value in one.items()}
+
+    def _require_whole(self, made: Mapping[str, Tensor], sample: Mapping[str, Any], i: int) -> None:
+        """Raise ``InputError`` for a sample of which ``max_length`` has cut an image."""
+        collate: Any = self.collate
+        most = getattr(collate, "max_length", None)
+        if most is None or made["input_ids"].shape[1] < most or not any(map(is_media, made)):
+            return
+        whole, mark = replace(collate, max_length=None)([dict(sample)]), getattr(self.processor, "image_token_id", None)
+        if mark is not None and int((made["input_ids"] == mark).sum()) < int((whole["input_ids"] == mark).sum()):
+            raise InputError(
+                "max_length cuts an image",
+                where=f"sample {i} of the batch",
+                expected=f"{whole['attention_mask'].sum(1).max()} tokens or more, for the whole sample",
+                found=f"max_length={most}",
+                hint="raise max_length, make images smaller, or set max_length=None",
+            )
 
 
 @dataclass(frozen=True)

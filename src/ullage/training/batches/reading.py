@@ -34,6 +34,7 @@ from ullage.models.modeling import RecurrentPreTrainedModel
 from ullage.training.batches import counting, forms
 from ullage.training.batches.collators import (
     SEQ_LENGTHS,
+    AloneCollator,
     EitherCollator,
     PackedSequenceCollator,
     RaggedCollator,
@@ -192,6 +193,8 @@ class BatchReader:
         more = [weight_field(self._trainer.args), SEQ_LENGTHS if ours and self.main_input in columns else None]
         if getattr(self._trainer.data_collator, "processor", None) is not None and ours:
             more += PICTURE_COLUMNS
+        if isinstance(self._trainer.data_collator, AloneCollator) and self._trainer.data_collator.finish is None:
+            more.append("labels")  # which it makes
         return [*columns, *(name for name in more if name is not None and name not in columns)]
 
     def _columns_of_model(self, chosen: list[str]) -> list[str]:

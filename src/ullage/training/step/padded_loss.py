@@ -17,6 +17,7 @@ Source: TRL 1.16, ``dpo_trainer.py``, ``kto_trainer.py``, ``reward_trainer.py``,
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
 from ullage.core.batch import RaggedBatch
+from ullage.core.columns import is_media
 from ullage.core.errors import InputError
-from ullage.core.layout import Int64
+from ullage.core.layout import Int64, Layout, ranges
 from ullage.core.replacing import replaced
+from ullage.core.rows import host_integers
 from ullage.mixers.wrappers import bare
+from ullage.training.batches.forms import ITEM_BOUNDS
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.loss.divisions import shares
 from ullage.training.step.packable import make_packable
@@ -69,13 +73,18 @@ class _RowsForward:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         named = {**dict(zip(self._names, arguments)), **keywords}
         if not self._is_of_rows(named):
+            if keywords.get("cu_seq_lens_q") is None:  # padded rows tell whose their images are by themselves
+                keywords.pop(ITEM_BOUNDS, None)
             return self._own(*arguments, **keywords)
         mask = named.pop("attention_mask")
+        items = _rows_of_items(named.pop(ITEM_BOUNDS, {}))
         fields, others = self._divide(named, mask)
-        batch = RaggedBatch.from_padded(fields, mask)
+        fields = {**fields, **{name: others.pop(name) for name in items}}
+        batch = RaggedBatch.from_padded(fields, mask, items=items)
         if "labels" in batch:
             # Shifted within each sequence, so that the head scores the row as it is, and gives an entry for each token.
-            batch = batch.with_shift_labels().select([*(name for name in fields if name != "labels"), "shift_labels"])
+            shifted = batch.with_shift_labels()
+            batch = shifted.select(name for name in shifted.names if name != "labels")
         outputs = self._own(**batch.to_flattened(), **others)
         return outputs if self._by_sequence else _lay_out(outputs, mask)
 
@@ -102,6 +111,11 @@ class _RowsForward:
         return fields, others
 
 
+def _rows_of_items(bounds: Mapping[str, Any]) -> dict[str, Layout]:
+    """The rows by sequence of each field of images, of rows cumulated by sequence."""
+    return {name: Layout(np.diff(host_integers(each, name))) for name, each in bounds.items()}
+
+
 def _lay_out(outputs: Any, mask: Tensor) -> Any:
     """Outputs of a packed row as those of padded rows: [1, T] becomes [N, L - 1], zero where there is nothing.
 
@@ -116,6 +130,36 @@ def _lay_out(outputs: Any, mask: Tensor) -> Any:
         return value.new_zeros(mask.numel()).index_copy(0, there, value[0]).view(mask.shape)[:, :-1]
 
     return type(outputs)(**{name: rows(value) for name, value in outputs.items()})
+
+
+def _ordered(items: Tensor, rows: Layout, order: Tensor) -> tuple[Tensor, Layout]:
+    """The rows of images of the sequences in another order."""
+    taken = order.numpy()
+    index = ranges(rows.starts[taken], rows.lengths[taken])
+    return items[torch.from_numpy(index)], Layout(rows.lengths[taken])
+
+
+def _order(number: int, per_sample: int) -> Tensor:
+    """The collated row of each sequence: TRL has all chosen ones first."""
+    # Two pairs lie as chosen 0, chosen 1, rejected 0, rejected 1, so the rows are taken in the order [0, 2, 1, 3].
+    return torch.arange(number).view(per_sample, -1).T.reshape(-1)
+
+
+def _rows_of(batch: RaggedBatch, per_sample: int, pad_token_id: int) -> dict[str, Any]:
+    """Sequences as the padded rows that TRL's collator gives; those of a sample lie one after the other in ``batch``.
+
+    Beside fields of images are ``cu_seq_items``, the rows of each cumulated by sequence.
+    """
+    # Where in the batch each row is that TRL expects: the inverse of the order above.
+    place = torch.argsort(_order(len(batch), per_sample))
+    made, bounds = {}, {}
+    for name, value in batch.to_padded({"input_ids": pad_token_id, "labels": -100}).items():
+        if name in batch.items:
+            made[name], found = _ordered(value, Layout(batch.items[name].lengths), place)
+            bounds[name] = torch.from_numpy(found.cu_seqlens)
+        else:
+            made[name] = value[::per_sample] if name in batch.per_sequence else value[place]
+    return {**made, ITEM_BOUNDS: bounds} if bounds else made
 
 
 class PaddedLoss:
@@ -185,10 +229,14 @@ class PaddedLoss:
                 expected="input_ids and attention_mask [N, L]" + (", N even" if self.per_sample > 1 else ""),
                 found=type(batch).__name__ if mask is None else f"attention_mask of shape {list(mask.shape)}",
             )
-        order = self._order(len(mask))
+        order = _order(len(mask), self.per_sample)
+        items = _rows_of_items(batch.get(ITEM_BOUNDS, {}))
         fields, whole = {}, []
         for name, value in batch.items():
-            if name == "attention_mask":
+            if name in ("attention_mask", ITEM_BOUNDS):
+                continue
+            if name in items:
+                fields[name], items[name] = _ordered(value, items[name], order)
                 continue
             if not isinstance(value, Tensor) or value.ndim == 0:
                 raise InputError(
@@ -198,22 +246,19 @@ class PaddedLoss:
                 )
             if value.shape[:2] == mask.shape:
                 fields[name] = value[order]
+            elif is_media(name):  # of which nobody has said whose they are
+                fields[name] = value
             else:
                 fields[name] = value.repeat_interleave(self.per_sample, 0)
                 whole.append(name)
-        return RaggedBatch.from_padded(fields, mask[order], whole)
+        return RaggedBatch.from_padded(fields, mask[order], whole, items)
 
     def to_padded(self, microbatch: RaggedBatch) -> dict[str, Any]:
-        """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is."""
-        rows = microbatch.to_padded({"input_ids": self._pad_token_id, "labels": -100})
-        number = len(microbatch)
-        # Where in the microbatch each row is that TRL expects: the inverse of the order above.
-        place = torch.argsort(self._order(number))
-        made = {}
-        for name, value in rows.items():
-            per_sample = name in microbatch.per_sequence
-            made[name] = value[:: self.per_sample] if per_sample else value[place]
-        return made
+        """The rows of a microbatch as TRL's collator gives them. The host's, as the microbatch is.
+
+        Beside images it is said whose they are, for the model within :meth:`packed_rows`.
+        """
+        return self.rows(microbatch)
 
     def stand_in(self, microbatches: Sequence[RaggedBatch], empty: RaggedBatch) -> RaggedBatch:
         """What runs in the place of an empty microbatch, and counts for nothing: this rank's shortest sample, or zeros.
@@ -236,14 +281,15 @@ class PaddedLoss:
         sizes = lengths.reshape(-1, self.per_sample).sum(1).repeat(self.per_sample)
         return np.where(sizes > capacity, sizes, lengths)
 
-    def _order(self, number: int) -> Tensor:
-        """The collated row of each sequence: TRL has all chosen ones first."""
-        # Two pairs lie as chosen 0, chosen 1, rejected 0, rejected 1, so the rows are taken in the order [0, 2, 1, 3].
-        return torch.arange(number).view(self.per_sample, -1).T.reshape(-1)
+    @property
+    def rows(self) -> Callable[[RaggedBatch], dict[str, Any]]:
+        """What makes rows of sequences, without the trainer: workers get it."""
+        return functools.partial(_rows_of, per_sample=self.per_sample, pad_token_id=self._pad_token_id)
 
     @property
     def _pad_token_id(self) -> int:
-        found = getattr(self._trainer.processing_class, "pad_token_id", None)
+        processor = self._trainer.processing_class
+        found = getattr(getattr(processor, "tokenizer", processor), "pad_token_id", None)
         return found if isinstance(found, int) else 0
 
     # A step.

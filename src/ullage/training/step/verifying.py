@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+#: What a model makes its outputs of, beside the rows of images.
+_SEEN = ("input_ids", "token_type_ids", "mm_token_type_ids")
+
 #: Sequences of a trial: the same number on every rank.
 _SEQUENCES = 4
 #: Most tokens of a row, and most numbers of its logits, which no chunks make smaller here.
@@ -227,8 +230,8 @@ class PackingProof:
         each = [targets.split_targets(batch) for batch in chosen]
         samples = [dict(sample) for batch in each for sample in batch.samples()]
         if self._packer.padded_loss is not None:
-            # Its loss is made of rows; what the model makes of the tokens is what packing could change.
-            samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+            # Its loss is made of rows; what the model makes of tokens and images is what packing could change.
+            samples = [{name: sample[name] for name in sample if name in _SEEN or is_media(name)} for sample in samples]
         taken = set(self._reader.forward_parameters)
         if self._packer.meets_every_microbatch and self._trainer.args.world_size > 1:
             # Ranks gather a tower in each call of it, and one rank's sequence may have images where another's has none.
