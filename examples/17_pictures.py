@@ -27,41 +27,45 @@ from transformers import AutoModelForImageTextToText
 
 from ullage.datasets import PictureReader, load_processor
 
-SHAPES = ("circle", "square", "triangle", "cross")
-COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 50)}
-PLACES = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
+SHAPES = ("square", "ring", "bar", "post")
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "white": (240, 240, 240), "yellow": (240, 220, 50)}
+#: Where a shape may be, its quarter of the picture and the colour behind it there: a lake and a wood, by day and night.
+PLACES = {
+    "over the lake": ((0, 0), (120, 170, 250)),
+    "over the wood": ((1, 0), (20, 20, 90)),
+    "on the lake": ((0, 1), (0, 90, 130)),
+    "in the wood": ((1, 1), (90, 50, 10)),
+}
 QUESTIONS = {"shape": "Which shape", "colour": "Which colour", "place": "Where"}
-ORDER = ("first", "second", "third")
+ORDER = ("first", "second")
 SIZE = 32
 
 
 def draw(seen: dict[str, str], chance: random.Random) -> Image.Image:
-    """A picture of a shape; its size, where it is within its quarter, and the background are left to chance."""
-    grey = chance.randrange(0, 40)
-    picture = Image.new("RGB", (SIZE, SIZE), (grey, grey, grey))
-    pen, radius = ImageDraw.Draw(picture), chance.uniform(4.5, 6.5)
-    column, row = PLACES[seen["place"]]
-    x, y = (SIZE // 4 + at * SIZE // 2 + chance.uniform(-1.5, 1.5) for at in (column, row))
-    box, colour = (x - radius, y - radius, x + radius, y + radius), COLOURS[seen["colour"]]
-    if seen["shape"] == "circle":
-        pen.ellipse(box, fill=colour)
-    elif seen["shape"] == "square":
-        pen.rectangle(box, fill=colour)
-    elif seen["shape"] == "triangle":
-        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
+    """A picture of a shape; its size, and where it is within its quarter, are left to chance."""
+    picture, half = Image.new("RGB", (SIZE, SIZE)), SIZE // 2
+    pen, radius = ImageDraw.Draw(picture), chance.randint(5, 6)
+    for (column, row), colour in PLACES.values():
+        pen.rectangle((column * half, row * half, (column + 1) * half, (row + 1) * half), fill=colour)
+    x, y = (at * half + half // 2 + chance.randint(-1, 1) for at in PLACES[seen["place"]][0])
+    colour = COLOURS[seen["colour"]]
+    wide = 2 if seen["shape"] == "post" else radius
+    high = 2 if seen["shape"] == "bar" else radius
+    box = (x - wide, y - high, x + wide, y + high)
+    if seen["shape"] == "ring":
+        pen.rectangle(box, outline=colour, width=2)
     else:
-        pen.line((x, y - radius, x, y + radius), fill=colour, width=3)
-        pen.line((x - radius, y, x + radius, y), fill=colour, width=3)
+        pen.rectangle(box, fill=colour)
     return picture
 
 
 def make_rows(number: int, folder: Path, name: str, chance: random.Random) -> list[dict[str, Any]]:
-    """Questions about one picture, or about one of up to three; each answer of a question equally often."""
+    """Questions about one picture, or about one of two; each answer of a question equally often."""
     answers = {"shape": list(SHAPES), "colour": list(COLOURS), "place": list(PLACES)}
     rows = []
     for at in range(number):
         kind = list(QUESTIONS)[at % 3]
-        count = (1, 2, 1, 3)[at // 12 % 4]
+        count = 1 + at // 12 % 2
         asked = chance.randrange(count)
         names, seen = [], []
         for place in range(count):
@@ -98,8 +102,8 @@ def answers_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=3000, help="questions to train on")
-    parser.add_argument("--epochs", type=float, default=4)
+    parser.add_argument("--rows", type=int, default=2000, help="questions to train on")
+    parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--held-out", type=int, default=240, help="questions to answer afterwards")
     parser.add_argument("--folder", help="keep the pictures and the model here")
     arguments = parser.parse_args()
@@ -121,9 +125,9 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
     command = [
         *(sys.executable, "-m", "ullage", "train"),
         *("--data", str(folder / "train.jsonl"), "--eval_data", str(folder / "held.jsonl")),
-        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-64x2"),
-        *("--packing_capacity", "1024", "--per_device_train_batch_size", "32"),
-        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "3e-3"),
+        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-128x2"),
+        *("--packing_capacity", "2048", "--per_device_train_batch_size", "48"),
+        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "2e-3"),
         *("--output_dir", str(folder / "model"), "--overwrite_output_dir", "--save_strategy", "no"),
     ]
     subprocess.run(command, check=True)

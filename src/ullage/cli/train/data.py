@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.cli.train.model import find_or_fetch, name_with_revision, refuse_near
-from ullage.cli.train.pictures import KIND, holds_pictures, image_folder_of, require_possible, rows_of
+from ullage.cli.train.pictures import KIND, holds_pictures, image_folder_of, picture_rows, refuse_beside_pictures
 from ullage.cli.train.process import one_line_of
 from ullage.cli.train.settings import TrainCommand
 from ullage.cli.train.summary import Voice
@@ -105,7 +105,7 @@ def read_samples(command: TrainCommand, say: Voice) -> tuple[TakenSamples, Taken
     else:
         training, held_out = _split(training, data.held_out)
     if KIND in (training.kind, held_out.kind):
-        require_possible(command)
+        refuse_beside_pictures(command)
     if not held_out.rows and command.training.load_best_model_at_end:
         raise InputError(
             "there is nothing to choose the best model by",
@@ -210,7 +210,7 @@ def _samples(command: TrainCommand, argument: str, split: str | None, say: Voice
     place_of = partial(_place, local, split)
     if holds_pictures(command, table):
         folder = image_folder_of(command, sources)
-        return TakenSamples(rows_of(table), KIND, name, image_folder=folder, place_of=place_of)
+        return TakenSamples(picture_rows(table), KIND, name, image_folder=folder, place_of=place_of)
     return _taken(command, table, name, place_of, say)
 
 

@@ -17,7 +17,6 @@ from ullage.datasets.picture_chats import IMAGE_COLUMNS, PICTURE_COLUMNS, pictur
 from ullage.datasets.pictures import load_processor, without_clips
 
 if TYPE_CHECKING:
-    from ullage.cli.train.data import TakenSamples
     from ullage.cli.train.settings import TrainCommand
 
 #: The name of a new model that takes images; the kind of samples that it is for.
@@ -60,7 +59,7 @@ def holds_pictures(command: TrainCommand, table: Any) -> bool:
     return column is not None and any(parts.search(str(chat)) for chat in table[column][:100])
 
 
-def rows_of(table: Any) -> list[dict[str, Any]]:
+def picture_rows(table: Any) -> list[dict[str, Any]]:
     """The conversations of a table, images as they are stored: names, or bytes."""
     import datasets
 
@@ -74,7 +73,7 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
 
 
-def require_possible(command: TrainCommand) -> None:
+def refuse_beside_pictures(command: TrainCommand) -> None:
     """Raise ``UsageError`` for what is not done with conversations with images."""
     data, given = command.data, command.given
     asked = {
@@ -106,15 +105,15 @@ def image_folder_of(command: TrainCommand, sources: Sequence[str] | None) -> str
 # The processor
 
 
-def processor_for(command: TrainCommand, samples: Sequence[TakenSamples], folder: Path | None) -> tuple[Any, str]:
-    """The processor of a model or checkpoint in a folder, or of a new model; and what is said of it."""
+def processor_for(command: TrainCommand, rows: Sequence[Any], folder: Path | None) -> tuple[Any, str]:
+    """The processor of a model or checkpoint in a folder, or a new one, for these rows; and what is said of it."""
     asked = command.data.tokenizer
     if asked is not None:
         found, note = load_processor(asked), asked
     elif folder is not None:
         found, note = load_processor(folder), "the model's own"
     else:
-        found = _new_processor([row for part in samples for row in part.rows])
+        found = _new_processor(rows)
         note = f"a new one, of {len(found.tokenizer):,} tokens and patches of {_PATCH} x {_PATCH} pixels"
     if command.data.chat_template is not None:
         use_template(found, command.data.chat_template)
@@ -180,7 +179,10 @@ def picture_config(hidden_size: int, layers: int, ids: dict[str, Any], processor
         )
     tokenizer, images, heads = processor.tokenizer, processor.image_processor, hidden_size // 32
     token = tokenizer.convert_tokens_to_ids
+    # Larger than is usual: a small model that is trained on little would see nothing of the images for long.
+    spread = round(hidden_size**-0.5, 3)
     tower = {
+        "initializer_range": spread,
         "depth": layers,
         "hidden_size": hidden_size,
         "out_hidden_size": hidden_size,
@@ -199,8 +201,10 @@ def picture_config(hidden_size: int, layers: int, ids: dict[str, Any], processor
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "tie_word_embeddings": True,
-        # A quarter of the angles counts on, the others count rows and columns, as in Qwen2-VL.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+        "initializer_range": spread,
+        # A quarter of the angles counts on, the others count rows and columns, as in Qwen2-VL; these turn the least,
+        # and an image of few patches has few columns.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]},
         **ids,
     }
     return Qwen2_5_VLConfig(
@@ -215,9 +219,9 @@ def picture_config(hidden_size: int, layers: int, ids: dict[str, Any], processor
     )
 
 
-def picture_script(command: TrainCommand, samples: TakenSamples) -> str:
-    """A script that loads the model of a finished run, and asks it what a sample asks."""
-    chat = picture_chat(samples.rows[0], "")
+def picture_script(command: TrainCommand, row: Any) -> str:
+    """A script that loads the model of a finished run, and asks it what a row asks."""
+    chat = picture_chat(row, "")
     begun = next((at for at, message in enumerate(chat.messages) if message["role"] == "assistant"), None)
     image = "IMAGE.png"
     asked = [

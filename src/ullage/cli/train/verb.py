@@ -129,7 +129,7 @@ def _run(argv: list[str], first: bool) -> None:
         command.training.distributed_state.wait_for_everyone()  # every rank has looked before one writes
     # Of the model as it is now: an engine may put layers of its own into it.
     if has_pictures:
-        code = picture_script(command, samples[0])
+        code = picture_script(command, samples[0].rows[0])
     else:
         code = script_of(command, model, sample_of(command, samples, tokenizer, training, held_out))
     with no_empty_folder(command), _readable(command):
@@ -178,7 +178,8 @@ def _model_of(
     from ullage.cli.train.pictures import KIND, processor_for
 
     if samples[0].kind == KIND:
-        chosen = choose(command, checkpoint, say, partial(processor_for, command, samples))
+        rows = [row for part in samples for row in part.rows]
+        chosen = choose(command, checkpoint, say, partial(processor_for, command, rows))
     else:
         chosen = choose(command, checkpoint, say)
         known = len(chosen.tokenizer)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ullage.core.batch import RaggedBatch
+from ullage.core.columns import is_media
 from ullage.core.display import quantity
 from ullage.mixers import call_equally_often, is_packed
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
@@ -229,6 +230,9 @@ class PackingProof:
             # Its loss is made of rows; what the model makes of the tokens is what packing could change.
             samples = [{"input_ids": sample["input_ids"]} for sample in samples]
         taken = set(self._reader.forward_parameters)
+        if self._packer.meets_every_microbatch and self._trainer.args.world_size > 1:
+            # Ranks gather a tower in each call of it, and one rank's sequence may have images where another's has none.
+            taken = {name for name in taken if not is_media(name) and name != "mm_token_type_ids"}
         samples = [{name: value for name, value in sample.items() if name in taken} for sample in samples]
         whole = [name for name in each[0].per_sequence if name in samples[0]]
         return trial_of(self._reader.model, samples, device=self._trainer.args.device, per_sequence=whole)
