@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import deepspeed
+import pytest
 import torch
 import transformers
 import typer
@@ -118,7 +119,7 @@ def main(
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     rows.append(check(model_type, seed, Path(folder)))
-                except Exception as error:
+                except (Exception, pytest.fail.Exception) as error:
                     failure = f"{type(error).__name__}: {str(error)[-1500:]}"
                     rows.append({"type": model_type, "seed": seed, "ways": {}, "failures": [failure]})
             out.mkdir(parents=True, exist_ok=True)
