@@ -169,3 +169,9 @@ def test_a_loop_has_the_losses_and_gradient_norms_of_one_process_on_two(batch):
     figures = [re.findall(r"[\d.]+(?=,|$)", said, flags=re.MULTILINE) for said in (alone, ddp, fsdp)]
     assert len(figures[0]) == 6
     assert figures[1:] == [figures[0]] * 2
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_and_a_model_is_asked_about_them():
+    said = run("17_pictures.py", "--rows", 96, "--epochs", 1, "--held-out", 12)
+    assert re.search(r"held-out questions: [\d.]+% right, guessing 25.0%\nwith the pictures exchanged: [\d.]+% right", said)

@@ -11,6 +11,7 @@ import sys
 import peft
 import torch
 import transformers as hf
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.support import picture_parts
 from tests.support.packing_script import leave, zero
@@ -70,6 +71,8 @@ def make_trainer(kind, folder, *, packed=True, stage=0, trains="all", rows=None,
         "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch", "train_sampling_strategy": "sequential",
         "ddp_timeout": 120, "deepspeed": zero(stage) if stage else None, "max_grad_norm": 1.0, **options,
     }  # fmt: skip
+    unset_hf_deepspeed_config()  # of the case before
+    model = prepared(picture_parts.model(kind), trains)  # before the arguments: under ZeRO 3 others would be drawn
     # ZeRO updates what has no gradient as if it were zero: then no step is of text alone.
     processor, rows = picture_parts.processor(kind), picture_parts.ROWS[: 8 if rows == "mixed" else None]
     if packed:
@@ -78,7 +81,6 @@ def make_trainer(kind, folder, *, packed=True, stage=0, trains="all", rows=None,
     else:
         collator, chosen = PaddedCollator(processor), hf.Trainer
         made = hf.TrainingArguments(str(folder), remove_unused_columns=False, **options)
-    model = prepared(picture_parts.model(kind), trains)
     return chosen(model, made, data_collator=collator, train_dataset=rows, eval_dataset=rows)
 
 

@@ -51,11 +51,18 @@ CASES = {
     "ddp": ["qwen2_5_vl", {}],
     "ddp llava": ["llava", {}],
     "ddp frozen tower": ["qwen2_5_vl", {"trains": "text"}],
-    "ddp adapters of the tower": ["qwen2_5_vl", {"trains": "adapters of the tower"}],
+    "ddp adapters of the tower": [
+        "qwen2_5_vl",
+        {"trains": "adapters of the tower", "rows": "mixed", "packing_capacity": 80},
+    ],
     "ddp adapters of text": ["llava", {"trains": "adapters of text"}],
     "fsdp": ["qwen2_5_vl", {"fsdp": "full_shard"}],
 }
-SHARDED = {f"zero {stage} {kind}": [kind, {"stage": stage, "rows": "mixed"}] for stage in (2, 3) for kind in KINDS}
+SHARDED = {
+    f"zero {stage} {kind}": [kind, {"stage": stage, "rows": "mixed", "packing_capacity": 80}]
+    for stage in (2, 3)
+    for kind in KINDS
+}
 
 
 @pytest.mark.slow
