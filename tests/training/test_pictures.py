@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support import picture_parts, picture_script
+from tests.support import picture_parts, picture_script, picture_types
 from tests.support.small_runs import on_ranks, said_by_ullage
 from ullage.core.batch import RaggedBatch
 from ullage.training import RaggedCollator
@@ -76,3 +76,15 @@ def test_two_ranks_train_as_one_process_on_padded_rows(cases, tmp_path):
         for rank in ranks:
             assert_same(rank[at], reference)
         assert any(count == 0 for rank in ranks for count in rank[at]["images"]), f"{name}: no rank was without images"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_that_gather_a_tower_train_on_images_and_clips_as_on_each_sequence_alone(tmp_path):
+    # Rows with both kinds beside rows with one; and parts that see each other both ways.
+    cases = [["qwen2_5_vl", {"seed": 1, "stage": 3}], ["gemma3", {"seed": 0, "stage": 3}]]
+    ranks = on_ranks(2, picture_types, tmp_path, cases, timeout=500)
+    for at, (model_type, options) in enumerate(cases):
+        alone = picture_types.by_hand(model_type, options["seed"])
+        assert all(picture_types.difference(rank[at], alone) <= 1e-5 for rank in ranks)
+        assert picture_types.texts_beside_images([rank[at]["images"] for rank in ranks])

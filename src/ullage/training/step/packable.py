@@ -13,7 +13,7 @@ from ullage.attention.support import text_modules
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model, run_towers_always
-from ullage.mixers.items import takes_items
+from ullage.mixers.items import PIXELS, takes_items
 from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.towers import features_of
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
@@ -94,15 +94,17 @@ def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_
     if not takes_items(model):
         return []
     towers = _tower_parameters(model)
+    has_items = [bool(each.items) for each in microbatches]
+    has_clips = any(PIXELS["video"] in each.items for each in microbatches)
+    found = gather((any(has_items), all(has_items), has_clips))
     can_stand_in = True
     if is_sharded or towers:
-        forward = forward_of(model)
-        can_stand_in = bool(forward is not None and forward.stand_ins) or run_towers_always(model)
-    has_items = [bool(each.items) for each in microbatches]
-    found = gather((any(has_items), all(has_items)))
-    if not any(some for some, _ in found):
+        # A row with images and clips runs the tower once for each kind: then every row does.
+        kinds = PIXELS if any(clips for _, _, clips in found) else ("image",)
+        can_stand_in = run_towers_always(model, tuple(kinds))
+    if not any(some for some, _, _ in found):
         return towers
-    if not can_stand_in and not all(each for _, each in found):
+    if not can_stand_in and not all(each for _, each, _ in found):
         raise InputError(
             "a microbatch without images would leave out the tower, where ranks wait for each other in it",
             where=type(model).__name__,

@@ -19,6 +19,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.columns import is_media
 from ullage.core.display import quantity
 from ullage.mixers import call_equally_often, is_packed
+from ullage.mixers.items import takes_items
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
@@ -236,6 +237,15 @@ class PackingProof:
         if self._packer.meets_every_microbatch and self._trainer.args.world_size > 1:
             # Ranks gather a tower in each call of it, and one rank's sequence may have images where another's has none.
             taken = {name for name in taken if not is_media(name) and name != "mm_token_type_ids"}
+            if takes_items(self._reader.model):
+                # Text then, without the parts that see each other both ways, as a model has them around its images.
+                samples = [
+                    {
+                        name: torch.zeros_like(value) if name == "token_type_ids" else value
+                        for name, value in sample.items()
+                    }
+                    for sample in samples
+                ]
         samples = [{name: value for name, value in sample.items() if name in taken} for sample in samples]
         whole = [name for name in each[0].per_sequence if name in samples[0]]
         return trial_of(self._reader.model, samples, device=self._trainer.args.device, per_sequence=whole)

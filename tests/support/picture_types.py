@@ -1,0 +1,156 @@
+"""Five steps of tiny models that see images: packed, padded, and one sequence after another; run by torchrun.
+
+``picture_types.py FOLDER '[[model type, options], ...]'``. Samples come from the configuration alone, the same on every
+rank: with no image, one and many, of very unequal sizes, and clips where the type takes them. Some steps have one
+sequence with images, so that a rank has text alone.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from tests.support.packing_script import leave, zero
+from tests.support.small_runs import logged, packed_steps, quiet
+from ullage.core.columns import fill_value, is_media
+from ullage.mixers.items import alone_form, has_rows_of_items, seen_tiles
+from ullage.proofs.pictures import picture_samples, takes_clips
+from ullage.proofs.tiny import tiny_model
+from ullage.training import RaggedCollator, Trainer
+
+TYPES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "llava", "llava_onevision", "internvl", "smolvlm",
+    "pixtral", "paligemma", "mllama",
+)  # fmt: skip
+STEPS, BATCH, RATE, NORM = 5, 4, 1e-3, 1.0
+#: Heights and widths in patches: up to forty times as many patches as the smallest.
+SIZES = ((2, 2), (12, 14), (4, 6), (2, 16), (8, 2))
+#: Images of the sequences of each step, which a seed shuffles.
+IMAGES = ((0, 1, 5, 0), (2, 0, 0, 0), (0, 3, 1, 1), (0, 0, 0, 4), (1, 0, 6, 2))
+
+
+def made(model_type, seed=0):
+    """A tiny model in training mode, and the samples of all steps."""
+    if model_type == "pixtral":
+        # Pixtral is a LLaVA with a tower and a text of its own.
+        parts = {"vision_config": {"model_type": "pixtral"}, "text_config": {"model_type": "mistral"}}
+        model_type = AutoConfig.for_model("llava", **parts, vision_feature_select_strategy="full")
+    model = tiny_model(model_type, "image", seed=seed)
+    random = np.random.default_rng(seed)
+    images = [int(each) for step in IMAGES for each in random.permutation(step)]
+    clips = [int(count == 1 or count > 4) for count in images] if takes_clips(model) else None
+    texts = [int(each) for each in random.integers(1, 24, 40)]
+    return model.train(), picture_samples(model, seed=seed, images=images, videos=clips, sizes=SIZES, texts=texts)
+
+
+class PaddedCollator:
+    """Rows padded on the right, and images as the processor of the model would put them."""
+
+    def __init__(self, model):
+        self.by_rows, self.config = has_rows_of_items(model), model.config
+
+    def __call__(self, samples):
+        fields = {"attention_mask": [torch.ones_like(sample["input_ids"]) for sample in samples]}
+        for name in dict.fromkeys(name for sample in samples for name in sample):
+            like = next(sample[name] for sample in samples if name in sample)
+            fields[name] = [sample.get(name, like[:0]) for sample in samples]
+        if "aspect_ratio_mask" in fields:
+            fields["cross_attention_mask"] = [
+                seen_tiles(sample["input_ids"], self.config, tiles)
+                for sample, tiles in zip(samples, fields["aspect_ratio_mask"])
+            ]
+        found = {
+            name: together(values, fill_value(name, values[0].dtype), rows=self.by_rows or not is_media(name))
+            for name, values in fields.items()
+        }
+        if "aspect_ratio_mask" in found:
+            found["aspect_ratio_mask"][:, :, 0] = 1  # as Mllama's processor has images of padding
+        return found
+
+
+def together(values, fill, *, rows):
+    """Tensors padded to the largest of them: as rows of a batch, or end to end."""
+    most = [max(sizes) for sizes in zip(*(value.shape for value in values))]
+    found = []
+    for value in values:
+        behind = [(0, size - own) for size, own in zip(most, value.shape)]
+        if not rows:
+            behind[0] = (0, 0)
+        found.append(nn.functional.pad(value, [each for pair in reversed(behind) for each in pair], value=fill))
+    return torch.stack(found) if rows else torch.cat(found)
+
+
+def by_hand(model_type, seed=0, *, alone=True):
+    """Losses and norms of steps without a Trainer: each sequence alone, or padded with those that have as many images."""
+    model, samples = made(model_type, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    collate, losses, norms = PaddedCollator(model), [], []
+    for step in range(STEPS):
+        chosen = samples[step * BATCH : (step + 1) * BATCH]
+        groups: dict = {}
+        for place, sample in enumerate(chosen):
+            groups.setdefault(place if alone else len(sample.get("pixel_values", ())), []).append(sample)
+        groups = list(groups.values())
+        calls = [alone_form(model, group[0]) if alone else collate(group) for group in groups]
+        counts = [sum(int((sample["labels"][1:] >= 0).sum()) for sample in group) for group in groups]
+        optimizer.zero_grad()
+        loss = 0.0
+        for keywords, count in zip(calls, counts):
+            if not count:
+                continue  # the mean over no labels is no number
+            part = model(**keywords).loss * count / sum(counts)
+            part.backward()
+            loss += part.item()
+        losses.append(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), NORM)))
+        optimizer.step()
+    return {"losses": losses, "norms": norms}
+
+
+def run(model_type, folder, *, seed=0, packed=True, stage=0):
+    """Losses and norms of the Trainer's steps, and how many microbatches of this rank had images."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    model, samples = made(model_type, seed)
+    most = max(len(sample["input_ids"]) for sample in samples)
+    arguments = quiet(
+        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, learning_rate=RATE,
+        lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=NORM, train_sampling_strategy="sequential",
+        remove_unused_columns=False, ddp_timeout=120, deepspeed=zero(stage) if stage else None,
+        packing_capacity=most + most // 2 if packed else None,
+    )  # fmt: skip
+    collator = RaggedCollator() if packed else PaddedCollator(model)
+    trainer = Trainer(model, arguments, train_dataset=samples, data_collator=collator)
+    steps = packed_steps(trainer) if packed else []
+    trainer.train()
+    losses, norms = zip(*logged(trainer))
+    images = [[bool(microbatch.items) for microbatch in step.microbatches] for step in steps]
+    return {"losses": losses, "norms": [float(norm) for norm in norms], "images": images}
+
+
+def difference(found, expected):
+    """The largest relative difference of losses and of norms over the steps; infinite for another number of steps."""
+    for name in ("losses", "norms"):
+        assert len(expected[name]) == STEPS
+    if any(len(found[name]) != STEPS for name in ("losses", "norms")):
+        return float("inf")
+    pairs = [pair for name in ("losses", "norms") for pair in zip(found[name], expected[name], strict=True)]
+    return max(abs(one - other) / abs(other) if other == other and one == one else float("inf") for one, other in pairs)
+
+
+def texts_beside_images(ranks):
+    """How many microbatches of a rank are of text alone while another rank has images, of ``images`` of all ranks."""
+    return sum(
+        not mine and any(microbatch)
+        for step in zip(*ranks, strict=True)
+        for microbatch in zip(*step, strict=True)
+        for mine in microbatch
+    )
+
+
+if __name__ == "__main__":
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+    leave(folder, [run(model_type, folder, **options) for model_type, options in cases])
