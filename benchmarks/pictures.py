@@ -3,18 +3,18 @@
 A Qwen2.5-VL, a LLaVA and a Gemma 3 of a few million parameters with random weights in float32; forward and backward
 with the loss, one CPU thread. A batch has text alone, one image and many, of unequal sizes where the model takes them.
 *Padded* is the model as transformers builds it on right-padded rows with an ``attention_mask``; its images are end to
-end, as its processor puts them. *Packed* is a copy after ``ullage.pack_model`` on ``RaggedBatch.to_flattened``. The ways
-take turns, must agree on the loss, and the shortest CPU time of the process counts.
+end, as its processor puts them. *Packed* is a copy after ``ullage.pack_model`` on ``RaggedBatch.to_flattened``. The
+ways take turns, must agree on the loss, and the shortest CPU time of the process counts.
 
-What is allowed is FLOPs of the padded batch ÷ FLOPs of the packed row. FLOPs of a forward, of which a backward is twice as
-many in both ways::
+What is allowed is FLOPs of the padded batch ÷ FLOPs of the packed row. FLOPs of a forward, of which a backward is twice
+as many in both ways::
 
     2 · Wt · slots + 4 · ht · lt · Σ slots² + 2 · Wv · patches + 4 · hv · lv · Σ patches²
 
 Wt and Wv are the weights of the products of text (its head among them) and tower, h their hidden sizes, l their layers;
 slots are tokens with padding: the longest sequence for each row, or the sequences as they are. The squares are of
-sequences and of images (of windows where the tower has them). The tower does the same work in both ways, so it makes the
-quotient smaller. *Share* is the measured speed-up ÷ that quotient.
+sequences and of images (of windows where the tower has them). The tower does the same work in both ways, so it makes
+the quotient smaller. *Share* is the measured speed-up ÷ that quotient.
 
     python benchmarks/pictures.py                    # four minutes
     python benchmarks/pictures.py --only llava --batches 1
@@ -147,13 +147,12 @@ def measure(padded: Any, packed: Any, seed: int, repeats: int) -> dict[str, floa
     if abs(losses["padded"] - losses["packed"]) > 1e-4 * losses["padded"]:
         raise RuntimeError(f"the ways disagree: losses {losses}")
     allowed = flops(padded, samples, np.full_like(lengths, lengths.max())) / flops(padded, samples, lengths)
-    grids = [
-        sample["image_grid_thw"] if "image_grid_thw" in sample else sample.get("pixel_values", ()) for sample in samples
-    ]
+    items = "image_grid_thw" if "image_grid_thw" in rows else "pixel_values"
+    images = sum(len(sample.get(items, ())) for sample in samples)
     return {
         "seed": seed,
         "tokens": int(lengths.sum()),
-        "images": sum(len(each) for each in grids),
+        "images": images,
         "slots": int(lengths.max() * len(lengths)),
         "padded_seconds": best["padded"],
         "packed_seconds": best["packed"],
