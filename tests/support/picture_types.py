@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.support.packing_script import leave, zero
 from tests.support.small_runs import logged, packed_steps, quiet
@@ -114,6 +115,7 @@ def by_hand(model_type, seed=0, *, alone=True):
 def run(model_type, folder, *, seed=0, packed=True, stage=0):
     """Losses and norms of the Trainer's steps, and how many microbatches of this rank had images."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    unset_hf_deepspeed_config()  # that of a run before, under which a model would be built in parts
     model, samples = made(model_type, seed)
     most = max(len(sample["input_ids"]) for sample in samples)
     arguments = quiet(
