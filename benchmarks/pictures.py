@@ -16,7 +16,7 @@ slots are tokens with padding: the longest sequence for each row, or the sequenc
 sequences and of images (of windows where the tower has them). The tower does the same work in both ways, so it makes
 the quotient smaller. *Share* is the measured speed-up ÷ that quotient.
 
-    python benchmarks/pictures.py                    # four minutes
+    python benchmarks/pictures.py                    # two minutes
     python benchmarks/pictures.py --only llava --batches 1
 """
 
@@ -164,8 +164,8 @@ def measure(padded: Any, packed: Any, seed: int, repeats: int) -> dict[str, floa
 
 def main(
     only: Annotated[list[str], typer.Option(help="A model; repeat for several.")] = list(MODELS),  # noqa: B006
-    batches: Annotated[int, typer.Option(min=1, help="Batches of each model.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each way and batch.")] = 3,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of each model.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each way and batch.")] = 7,
     output: Annotated[Path, typer.Option(help="Folder of the JSON.")] = ROOT / "benchmarks" / "results",
 ) -> None:
     """Print a table and write dated JSON."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.support.packing_script import leave, zero
 from tests.support.small_runs import logged, packed_steps, quiet
@@ -27,8 +28,6 @@ TYPES = (
     "pixtral", "paligemma", "mllama",
 )  # fmt: skip
 STEPS, BATCH, RATE, NORM = 5, 4, 1e-3, 1.0
-#: Adam divides a gradient by its own size: where that is near zero, rounding would become a whole step.
-EPSILON = 1e-6
 #: Heights and widths in patches: up to forty times as many patches as the smallest.
 SIZES = ((2, 2), (12, 14), (4, 6), (2, 16), (8, 2))
 #: Images of the sequences of each step, which a seed shuffles.
@@ -89,7 +88,7 @@ def together(values, fill, *, rows):
 def by_hand(model_type, seed=0, *, alone=True):
     """Losses and norms of steps without a Trainer: each sequence alone, or padded with those that have as many images."""
     model, samples = made(model_type, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     collate, losses, norms = PaddedCollator(model), [], []
     for step in range(STEPS):
         chosen = samples[step * BATCH : (step + 1) * BATCH]
@@ -116,10 +115,11 @@ def by_hand(model_type, seed=0, *, alone=True):
 def run(model_type, folder, *, seed=0, packed=True, stage=0):
     """Losses and norms of the Trainer's steps, and how many microbatches of this rank had images."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    unset_hf_deepspeed_config()  # that of a run before, under which a model would be built in parts
     model, samples = made(model_type, seed)
     most = max(len(sample["input_ids"]) for sample in samples)
     arguments = quiet(
-        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, learning_rate=RATE, adam_epsilon=EPSILON,
+        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, learning_rate=RATE,
         lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=NORM, train_sampling_strategy="sequential",
         remove_unused_columns=False, ddp_timeout=120, deepspeed=zero(stage) if stage else None,
         packing_capacity=most + most // 2 if packed else None,

@@ -98,6 +98,8 @@ class DeferredMask:
             self.window += 1
         # A pattern that a user or a model joined to the causal one is called through vmap, or is a union.
         self.altered = bool(arguments.get("use_vmap")) or any(part.__code__ is _EITHER for part in united)
+        #: Whether all of the pattern is transformers' own, which takes indices of any shape and needs no vmap.
+        self._is_indexed = all(part.__module__.startswith("transformers.") for part in united)
         # Read while the model's own call is on the stack. A layer that is recomputed in the backward pass has no model
         # around it, but still has this mask.
         self.given = given()
@@ -127,7 +129,10 @@ class DeferredMask:
         key = (start, length)
         if key not in self._of_sequences:
             places = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
-            mask = sdpa_mask(**{**self.arguments, **places, "allow_is_causal_skip": False})
+            asked = {**self.arguments, **places, "allow_is_causal_skip": False}
+            if asked.get("use_vmap") and self._is_indexed:
+                asked["use_vmap"] = False  # which took two fifths of a small Gemma 3's forward
+            mask = sdpa_mask(**asked)
             assert mask is not None
             is_causal = torch.equal(mask, torch.ones_like(mask).tril())
             self._of_sequences[key] = None if is_causal else mask
