@@ -27,7 +27,8 @@ TYPES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "llava", "llava_onevision", "internvl", "smolvlm",
     "pixtral", "paligemma", "mllama",
 )  # fmt: skip
-STEPS, BATCH, RATE, NORM = 5, 4, 1e-3, 1.0
+#: At a rate of 1e-3 five steps of Qwen 3.5 make 5e-6 of rounding in the norms of padded batches, for one seed of three.
+STEPS, BATCH, RATE, NORM = 5, 4, 3e-4, 1.0
 #: Heights and widths in patches: up to forty times as many patches as the smallest.
 SIZES = ((2, 2), (12, 14), (4, 6), (2, 16), (8, 2))
 #: Images of the sequences of each step, which a seed shuffles.
