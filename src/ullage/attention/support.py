@@ -308,14 +308,13 @@ def context_parallel_problem(model: nn.Module) -> str | None:
     name = type(model).__name__
     if attends_both_ways(model):
         return f"{name} attends in both directions"
-    has_attention = bool(_attention_modules(model))
-    if not shares and not has_attention:
+    if not shares and not _attention_modules(model):
         return (
             f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
             "ahead of its own has ended, and the ranks would take turns instead of sharing the work"
         )
     for holder, config in configs_of(model):
-        if has_attention and config._attn_implementation != NAME:
+        if config._attn_implementation != NAME:
             return f"{holder} has attn_implementation={config._attn_implementation!r}, which knows no slices"
         if getattr(config, "output_router_logits", False):
             return f"{holder} adds a loss of its routers, whose mean over a slice is not that over the row"

@@ -27,7 +27,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from ullage.attention.packed_call import DeferredMask
 from ullage.core.rows import Calls
 from ullage.mixers.by_lengths import PackedRow, join_outputs
-from ullage.mixers.forwards import CurrentRow, Forward, PartForward
+from ullage.mixers.forwards import CurrentRow, Forward, PartForward, RowForward
 from ullage.mixers.ways import is_mixer, is_positions, is_projected, sees_later_tokens
 
 #: The names of the projections of queries, keys and values and of the output, and of the size of a head.
@@ -75,17 +75,11 @@ def _config_around(model: nn.Module, path: str) -> Any:
         path = path.rpartition(".")[0]
 
 
-class ProjectedForward(Forward):
+class ProjectedForward(RowForward):
     """The forward of an attention of BART's or T5's kind: by lengths within a packed call, its own in any other.
 
     T5's takes and returns a bias [1, heads, L, L], of the longest sequence; its cross attention has none.
     """
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
-        if row is None:
-            return self.own(*arguments, **keywords)
-        return self._run_packed(row, self.named(arguments, keywords))
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> tuple[Any, ...]:
@@ -230,7 +224,7 @@ class ScoresForward(MaskedForward):
         return joined.transpose(1, 2), None
 
 
-class PositionsForward(Forward):
+class PositionsForward(RowForward):
     """The forward of an embedding that counts positions by itself: from 0 in each sequence of a packed row.
 
     ``of_targets``: whether it stands in a decoder, whose sequences are the targets where there are such.
@@ -239,12 +233,6 @@ class PositionsForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, of_targets: bool) -> None:
         super().__init__(module, current)
         self.of_targets = of_targets
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
-        if row is None:
-            return self.own(*arguments, **keywords)
-        return self._run_packed(row, self.named(arguments, keywords))
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:

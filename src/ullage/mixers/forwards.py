@@ -181,6 +181,20 @@ def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return dict(list(inspect.signature(method).parameters.items())[1:])
 
 
+class RowForward(Forward):
+    """The forward of a part that does something of its own with a packed row, and in any other call its own."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        row = self.current.get()
+        if row is None:
+            return self.own(*arguments, **keywords)
+        return self._run_packed(row, self.named(arguments, keywords))
+
+    def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:
+        """What the part gives for a row; ``named``: the arguments of the call."""
+        raise NotImplementedError
+
+
 class PartForward(Forward):
     """The forward of a part that mixes tokens: by lengths within a packed call, its own in any other.
 

@@ -26,7 +26,7 @@ from ullage.attention.support import apart_from_row, text_modules
 from ullage.core.layout import Int64
 from ullage.core.rows import LENGTH_NAMES
 from ullage.mixers.by_lengths import PackedRow
-from ullage.mixers.forwards import CurrentRow, Forward
+from ullage.mixers.forwards import CurrentRow, Forward, RowForward
 from ullage.mixers.items import PIXELS, RowItems, has_rows_of_items, require_matching
 
 #: The methods that make features of items, by the kind of items.
@@ -230,14 +230,8 @@ def _side(size: Any) -> int:
 # Attention of text to images, as Mllama has it.
 
 
-class CrossForward(Forward):
+class CrossForward(RowForward):
     """The forward of an attention to images: tokens look at the images of their own sequence alone."""
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
-        if row is None:
-            return self.own(*arguments, **keywords)
-        return self._run_packed(row, self.named(arguments, keywords))
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:
