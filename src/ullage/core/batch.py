@@ -35,7 +35,15 @@ from ullage.core.columns import (
 )
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
-from ullage.core.items import UnequalRows, join_items, padded_items, require_items, rows_of_one, split_items
+from ullage.core.items import (
+    ITEM_LENGTHS,
+    UnequalRows,
+    join_items,
+    padded_items,
+    require_items,
+    rows_of_one,
+    split_items,
+)
 from ullage.core.layout import Integers, Layout, ranges
 from ullage.core.rows import LENGTH_NAMES, usual_positions
 
@@ -404,7 +412,7 @@ class RaggedBatch(Shown):
         row: dict[str, Any] = {name: tensor[None] for name, tensor in self._values.items() if name not in aside}
         if self.items:
             row |= {name: padded_items(self._values[name], rows) for name, rows in self.items.items()}
-            row["cu_seq_items"] = {name: torch.from_numpy(rows.cu_seqlens) for name, rows in self.items.items()}
+            row[ITEM_LENGTHS] = {name: torch.from_numpy(rows.cu_seqlens) for name, rows in self.items.items()}
         for name in LABEL_NAMES:
             if name in row:
                 row[name] = self._labels(name)[None]

@@ -20,6 +20,8 @@ from torch import Tensor
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Integers, Layout
 
+#: The keyword of a packed call with the rows of each field by item, cumulated by sequence.
+ITEM_LENGTHS = "cu_seq_items"
 #: Rows by sequence, each sequence's with its own further dims.
 Shape = tuple[int, ...]
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ullage.attention.heads import loss_author
 from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
+from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
 from ullage.mixers.by_lengths import (
@@ -34,7 +35,6 @@ from ullage.mixers.by_lengths import (
     require_cuttable,
 )
 from ullage.mixers.items import (
-    ITEM_LENGTHS,
     PIXELS,
     RowItems,
     counts_axes,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from ullage.core.columns import is_media
 from ullage.core.errors import InputError
+from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Int64, Layout
 from ullage.core.rows import host_integers
 
-#: The keyword of a packed call with the rows of each field by item, cumulated by sequence.
-ITEM_LENGTHS = "cu_seq_items"
 #: The parameters of a model that takes images or clips, the pixels themselves.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 #: Fields with one row for each item, the first that a call has; pixels may have more.

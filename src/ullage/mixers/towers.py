@@ -52,6 +52,12 @@ def features_of(model: nn.Module) -> nn.Module:
     return backbone if hasattr(type(backbone), FEATURES["image"]) else model
 
 
+def tower_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that only images reach, of the part that makes features of them: but those text goes through."""
+    text = {id(each) for _, module in text_modules(part) for each in module.parameters(recurse=False)}
+    return (each for each in part.parameters() if id(each) not in text)
+
+
 class FeaturesForward(Forward):
     """The method of a model that makes features of items: in a packed call of all items of the row.
 
@@ -72,19 +78,14 @@ class FeaturesForward(Forward):
         # Within, the tower knows of no packed row.
         kept = {name: each for name, each in self.named(arguments, keywords).items() if name not in LENGTH_NAMES}
         pixels = kept.get(PIXELS[self.kind])
-        is_trained = any(each.requires_grad for each in self._parameters) or getattr(pixels, "requires_grad", False)
+        is_trained = any(each.requires_grad for each in tower_parameters(self.module))
+        is_trained = is_trained or getattr(pixels, "requires_grad", False)
         with self.current.set(None), apart_from_row(), torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
             outputs = self._run(kept)
         if self.kind in row.stand_ins:
             return _without_features(outputs)
         self._require_matching(row, outputs)
         return outputs
-
-    @property
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the module but those that text goes through."""
-        text = {id(each) for _, part in text_modules(self.module) for each in part.parameters(recurse=False)}
-        return (each for each in self.module.parameters() if id(each) not in text)
 
     def _run(self, keywords: dict[str, Any]) -> Any:
         """The outputs of the tower, of all items at once where it tells them apart, else of one after the other."""

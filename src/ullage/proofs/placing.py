@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ullage.core.columns import is_media
-from ullage.mixers.items import ITEM_LENGTHS, has_rows_of_items
+from ullage.core.items import ITEM_LENGTHS
+from ullage.mixers.items import has_rows_of_items
 from ullage.mixers.proof import largest
 from ullage.mixers.towers import FEATURES, features_of
 

@@ -33,8 +33,6 @@ from ullage.mixers.wrappers import bare, has_learned_prompt
 
 logger = logging.get_logger(__name__)
 
-#: The keyword by which a model knows whose the rows of images are, as ``RaggedBatch.to_flattened`` writes it.
-ITEM_BOUNDS = "cu_seq_items"
 _LENGTHS_NAMES = ("input_lengths", "lengths")
 
 

@@ -23,7 +23,7 @@ from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_sh
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
-from ullage.core.items import rows_of_one
+from ullage.core.items import ITEM_LENGTHS, rows_of_one
 from ullage.core.layout import Layout
 from ullage.core.movement import to_device
 from ullage.core.rows import beginnings, host_integers, read_row
@@ -252,11 +252,11 @@ class BatchReader:
 
     def _require_packed(self) -> None:
         """Raise ``InputError`` for a model that would let the sequences of a row see each other's images."""
-        if not is_packed(self.model) and forms.ITEM_BOUNDS not in self.forward_parameters:
+        if not is_packed(self.model) and ITEM_LENGTHS not in self.forward_parameters:
             raise InputError(
                 "this model cannot tell the images of a row's sequences apart",
                 where=type(self.model).__name__,
-                expected=f"a packed model, or a forward that names {forms.ITEM_BOUNDS}",
+                expected=f"a packed model, or a forward that names {ITEM_LENGTHS}",
                 found="a batch with items",
                 hint="set packing_capacity, or call ullage.pack_model(model) first",
             )
@@ -378,7 +378,7 @@ def as_ragged(batch: Any, main_input: str = "input_ids", *, pairs: bool = False)
     shape = tuple(main.shape[:2])
     counted = next((name for name in ("position_ids", "seq_idx") if _fits(fields.get(name), shape)), None)
     if _BOUNDS in fields or ("attention_mask" not in fields and counted is not None):
-        bounds = {name: host_integers(rows, name) for name, rows in batch.get(forms.ITEM_BOUNDS, {}).items()}
+        bounds = {name: host_integers(rows, name) for name, rows in batch.get(ITEM_LENGTHS, {}).items()}
         return _flat(fields, shape, counted, {name: Layout(np.diff(rows)) for name, rows in bounds.items()})
     if "attention_mask" not in fields:
         raise _unknown(batch)

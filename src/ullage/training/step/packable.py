@@ -9,13 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ullage.attention import packing_problem, require_packing
-from ullage.attention.support import text_modules
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.mixers import call_equally_often, is_packed, pack_model, run_towers_always
 from ullage.mixers.items import PIXELS, takes_items
 from ullage.mixers.packed_model import forward_of, put_in
-from ullage.mixers.towers import features_of
+from ullage.mixers.towers import features_of, tower_parameters
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
 from ullage.ranks.world import gather
 
@@ -93,7 +92,7 @@ def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_
     """
     if not takes_items(model):
         return []
-    towers = _tower_parameters(model)
+    towers = [each for each in tower_parameters(features_of(model)) if each.requires_grad]
     has_items = [bool(each.items) for each in microbatches]
     has_clips = any(PIXELS["video"] in each.items for each in microbatches)
     found = gather((any(has_items), all(has_items), has_clips))
@@ -113,13 +112,6 @@ def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_
             hint="train on one process, freeze the tower (under DDP, ZeRO 1 or 2), or leave packing_capacity out",
         )
     return []
-
-
-def _tower_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that only images reach."""
-    part = features_of(model)
-    text = {id(each) for _, module in text_modules(part) for each in module.parameters(recurse=False)}
-    return [each for each in part.parameters() if each.requires_grad and id(each) not in text]
 
 
 def truncation_problem(model: nn.Module) -> InputError | None:

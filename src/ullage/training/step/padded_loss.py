@@ -31,11 +31,11 @@ from ullage.attention.heads import works_by_sequence
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import is_media
 from ullage.core.errors import InputError
+from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Int64, Layout, ranges
 from ullage.core.replacing import replaced
 from ullage.core.rows import host_integers
 from ullage.mixers.wrappers import bare
-from ullage.training.batches.forms import ITEM_BOUNDS
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
 from ullage.training.loss.divisions import shares
 from ullage.training.step.packable import make_packable
@@ -74,10 +74,10 @@ class _RowsForward:
         named = {**dict(zip(self._names, arguments)), **keywords}
         if not self._is_of_rows(named):
             if keywords.get("cu_seq_lens_q") is None:  # padded rows tell whose their images are by themselves
-                keywords.pop(ITEM_BOUNDS, None)
+                keywords.pop(ITEM_LENGTHS, None)
             return self._own(*arguments, **keywords)
         mask = named.pop("attention_mask")
-        items = _rows_of_items(named.pop(ITEM_BOUNDS, {}))
+        items = _rows_of_items(named.pop(ITEM_LENGTHS, {}))
         fields, others = self._divide(named, mask)
         fields = {**fields, **{name: others.pop(name) for name in items}}
         batch = RaggedBatch.from_padded(fields, mask, items=items)
@@ -159,7 +159,7 @@ def _rows_of(batch: RaggedBatch, per_sample: int, pad_token_id: int) -> dict[str
             bounds[name] = torch.from_numpy(found.cu_seqlens)
         else:
             made[name] = value[::per_sample] if name in batch.per_sequence else value[place]
-    return {**made, ITEM_BOUNDS: bounds} if bounds else made
+    return {**made, ITEM_LENGTHS: bounds} if bounds else made
 
 
 class PaddedLoss:
@@ -230,10 +230,10 @@ class PaddedLoss:
                 found=type(batch).__name__ if mask is None else f"attention_mask of shape {list(mask.shape)}",
             )
         order = _order(len(mask), self.per_sample)
-        items = _rows_of_items(batch.get(ITEM_BOUNDS, {}))
+        items = _rows_of_items(batch.get(ITEM_LENGTHS, {}))
         fields, whole = {}, []
         for name, value in batch.items():
-            if name in ("attention_mask", ITEM_BOUNDS):
+            if name in ("attention_mask", ITEM_LENGTHS):
                 continue
             if name in items:
                 fields[name], items[name] = _ordered(value, items[name], order)
