@@ -97,6 +97,18 @@ def loss_divides_by_count(model: nn.Module) -> bool:
     )
 
 
+def is_loss_known(model: nn.Module) -> bool:
+    """Whether the source of the model's loss is transformers' or ours, and tells whether it shifts labels.
+
+    Not that of a subclass of another author with a method of its own, nor one with another ``loss_function``.
+    """
+    others = [each for each in type(model).__mro__ if package_of(each) not in (*KNOWN_AUTHORS, "torch", "builtins")]
+    methods = {name for each in others for name, value in vars(each).items() if inspect.isfunction(value)}
+    function = getattr(model, "_loss_function", None)
+    is_own = function is not None and str(getattr(function, "__module__", "")).partition(".")[0] not in KNOWN_AUTHORS
+    return not is_own and not methods - {"__init__", "_init_weights"} and loss_shifts(model) is not None
+
+
 def loss_author(model: nn.Module) -> tuple[type, set[str]]:
     """The class whose ``forward`` computes the loss of a model, and the names that this ``forward`` refers to."""
     author = _author_of_loss(model)

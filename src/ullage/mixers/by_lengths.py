@@ -356,13 +356,15 @@ def join_outputs(
 # A whole model by lengths, head and loss included: each call computes the loss of its sequences.
 #
 # The losses of the calls are means over labels or over sequences, so their mean weighed by what they count is the loss
-# of the packed row.
+# of the packed row; or sums.
 
 #: Fields that hold one entry per sequence, whatever their shape.
 _SEQUENCE_FIELDS = frozenset({"start_positions", "end_positions", "next_sentence_label", "sentence_order_label"})
 
 
-def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywords: dict[str, Any]) -> Any:
+def call_whole(
+    model: nn.Module, own: Callable[..., Any], row: PackedRow, keywords: dict[str, Any], division: str | None = None
+) -> Any:
     """Outputs of a packed call of a model that runs by lengths as a whole: [1, T, ...] by token, [N, ...] by sequence.
 
     Args:
@@ -370,6 +372,7 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
         own: its forward, of sequences in rows.
         row: the packed row.
         keywords: of the call, without lengths and masks.
+        division: "total", or "sequence_mean", where the loss was found to be so; else it is a mean over labels.
 
     Waits for the device where there are labels. Raises ``InputError`` for a field that is neither by token nor by
     sequence.
@@ -390,9 +393,11 @@ def call_whole(model: nn.Module, own: Callable[..., Any], row: PackedRow, keywor
     if losses[0] is None:
         return joined
     counts = _counts(keywords.get("labels"), groups, by_sequence=by_sequence)
+    if division == "sequence_mean":
+        counts = [len(part) for part in groups.members]
     loss = loss_of_answers(model, outputs, groups, keywords)
     if loss is None:
-        loss = _weighted_mean(losses, counts)
+        loss = torch.stack(losses).sum() if division == "total" else _weighted_mean(losses, counts)
     if num_items is not None and loss_divides_by_count(model):
         loss = loss * (sum(counts) / num_items)
     if isinstance(joined, tuple):
@@ -412,6 +417,7 @@ def _counts(labels: Any, groups: Groups, *, by_sequence: bool) -> list[int]:
     if isinstance(labels, Tensor) and not by_sequence and tuple(labels.shape[:2]) == (1, calls.num_slots):
         is_label = labels[0] != IGNORED_LABEL
         return [int(part.sum()) for part in calls.cut(is_label.reshape(calls.num_slots, -1).any(1).long())]
+    by_sequence = by_sequence or (isinstance(labels, Tensor) and labels.shape[0] == groups.num_sequences)
     if isinstance(labels, Tensor) and by_sequence and labels.ndim == 1 and not labels.is_floating_point():
         is_label = (labels != IGNORED_LABEL).cpu()
         return [int(is_label[torch.as_tensor(part)].sum()) for part in groups.members]

@@ -319,6 +319,8 @@ class ModelForward(Forward):
     def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
         super().__init__(module, current)
         self.way = way
+        #: What the loss of its calls is, where that was found: see ``call_whole``.
+        self.division: str | None = None
         #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
         self.stand_ins: dict[str, dict[str, Tensor]] = {}
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
@@ -411,7 +413,7 @@ class ModelForward(Forward):
             self._shift_targets(row, keywords)
         elif runs_whole:
             with apart_from_row():
-                return call_whole(self.module, self.own, row, keywords)
+                return call_whole(self.module, self.own, row, keywords, self.division)
         if row.items is not None:
             keywords |= row.items.of_row()
         self._stand_in(row, keywords)

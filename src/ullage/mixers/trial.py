@@ -227,7 +227,7 @@ class TrialRun:
             outputs = self._call(**given, **self._without_cache)
             named = {
                 name: [_with_rows(value)]
-                for name, value in _tensors(outputs).items()
+                for name, value in tensors_of(outputs).items()
                 if self._has_entries(value, place)
             }
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
@@ -242,7 +242,7 @@ class TrialRun:
             given = self._with_leaves(self.trial.packed, leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {}
-            for name, value in _tensors(outputs).items():
+            for name, value in tensors_of(outputs).items():
                 parts = self._parts(value, [each.outputs[name][0] for each in alone if name in each.outputs])
                 if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
@@ -319,11 +319,16 @@ class TrialRun:
             loss = outputs[0]
         if not isinstance(loss, Tensor) or loss.ndim:
             return None, []
-        auxiliary = _entries(outputs).get("aux_loss")
-        factor = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", None)
-        if isinstance(auxiliary, Tensor) and auxiliary.ndim == 0 and factor is not None:
-            return loss - factor * auxiliary.to(loss), ["the balance of experts, a mean over all tokens"]
-        return loss, []
+        return without_balance(self.model, loss, outputs)
+
+
+def without_balance(model: nn.Module, loss: Tensor, outputs: Any) -> tuple[Tensor, list[str]]:
+    """The loss of a call without the balance of experts that the model adds, and what is left out then."""
+    auxiliary = _entries(outputs).get("aux_loss")
+    factor = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
+    if isinstance(auxiliary, Tensor) and auxiliary.ndim == 0 and factor is not None:
+        return loss - factor * auxiliary.to(loss), ["the balance of experts, a mean over all tokens"]
+    return loss, []
 
 
 def _weigh(part: Tensor) -> Tensor:
@@ -346,7 +351,7 @@ def _entries(outputs: Any) -> dict[str, Any]:
     return {str(place): each for place, each in enumerate(outputs)} if isinstance(outputs, (tuple, list)) else {}
 
 
-def _tensors(outputs: Any) -> dict[str, Tensor]:
+def tensors_of(outputs: Any) -> dict[str, Tensor]:
     """The tensors among outputs that may have an entry for each token or sequence, by name."""
     entries = {"outputs": outputs} if isinstance(outputs, Tensor) else _entries(outputs)
     return {

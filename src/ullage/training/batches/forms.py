@@ -60,11 +60,9 @@ def form_of(model: nn.Module) -> str:
             if has_learned_prompt(model):
                 way_out = "An adapter in the layers of the model, such as LoRA, trains without padding."
             logger.warning_once(f"batches are padded although attn_implementation={attention!r}: {problem}. {way_out}")
-    for name in _LENGTHS_NAMES:
-        if name in parameters:
-            return name
-    if "attention_mask" in parameters:
-        return "mask"
+    form = padded_form(model)
+    if form != "rows":
+        return form
     # Without a mask padding is told by nothing, but where no token sees a later one it is out of the way behind them.
     if package_of(type(model)) == "transformers" and loss_shifts(model):
         return "rows"
@@ -77,6 +75,12 @@ def form_of(model: nn.Module) -> str:
         if isinstance(model, PreTrainedModel)
         else "name one of them in forward, or collate with PackedSequenceCollator",
     )
+
+
+def padded_form(model: nn.Module) -> str:
+    """The form in which a bare model takes padded rows: with lengths, with a mask, or ``rows`` alone."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _LENGTHS_NAMES if name in parameters), "mask" if "attention_mask" in parameters else "rows")
 
 
 def _packing_problem(model: nn.Module) -> str | None:

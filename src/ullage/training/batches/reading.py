@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,24 @@ from ullage.training.setup.sharding import sharding_of
 logger = logging.get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class FoundLoss:
+    """How the losses of microbatches make up that of a step, as it was found (:mod:`ullage.training.loss.finding`).
+
+    Attributes:
+        division: one of those of :mod:`ullage.training.loss.divisions`.
+        shifts: whether the first label of a sequence counts nowhere; None where labels are by sequence.
+    """
+
+    division: str
+    shifts: bool | None
+
+    def __str__(self) -> str:
+        labels = "shifted labels" if self.shifts else "labels"
+        means = {"token_mean": f"a mean over {labels}", "sequence_mean": "a mean over sequences"}
+        return means.get(self.division, "a sum")
+
+
 class BatchReader:
     """A trainer's expectations of a batch, looked up again where the trainer may have changed them.
 
@@ -58,10 +77,12 @@ class BatchReader:
     def __init__(self, trainer: transformers.Trainer, mixin: type) -> None:
         self._trainer, self._mixin = trainer, mixin
         self._form: str | None = None
+        #: The rule of a loss that its source does not tell, once it was found.
+        self.found_loss: FoundLoss | None = None
 
     def forget_model(self) -> None:
         """Forget what was known of the model: the trainer has another."""
-        self._form = None
+        self._form = self.found_loss = None
 
     @property
     def model(self) -> nn.Module:
@@ -92,8 +113,8 @@ class BatchReader:
 
     @property
     def shifts(self) -> bool | None:
-        """Whether the model's loss shifts labels; None if that is not known."""
-        return loss_shifts(self.model)
+        """Whether the loss shifts labels; None if that is not known."""
+        return loss_shifts(self.model) if self.found_loss is None else self.found_loss.shifts
 
     def overridden(self, name: str) -> type | None:
         """The class under the mixin that has a method of its own in place of transformers' Trainer's, if one has."""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-Division = Literal["sum", "token_mean", "sequence_mean"]
+#: "total" is found and not declared: a sum that nothing divides.
+Division = Literal["sum", "token_mean", "sequence_mean", "total"]
 
 #: What ``packing_loss`` may be, and what it says of the loss of a microbatch.
 DIVISIONS: dict[str, str] = {

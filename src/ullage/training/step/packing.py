@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -34,6 +35,7 @@ from ullage.planning import MultimodalCost, Plan, TransformerCost, plan
 from ullage.planning.cost import Cost
 from ullage.planning.placement import TOKENS
 from ullage.ranks import Topology, tried
+from ullage.ranks.world import gather
 from ullage.training.batches import targets
 from ullage.training.batches.amounts import NAMES, amounts_of, stacked, unstacked
 from ullage.training.batches.packed_batch import PackedBatch, stand_in
@@ -365,7 +367,10 @@ class Packer:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
-        self.proof.before_step(model, inputs)
+        shifts = self._reader.shifts
+        self.proof.before_step(model, inputs, count is not None)
+        if self._reader.shifts != shifts and count is not None:
+            count = self._counted_again(inputs, count)
         idle: list[nn.Parameter] = []
         if self._trainer.args.world_size > 1:
             is_sharded = self.meets_every_microbatch
@@ -398,8 +403,15 @@ class Packer:
             self.metrics.merge(calls, "train", inputs.num_tokens)
         return loss
 
+    def _counted_again(self, batch: PackedBatch, count: Any) -> Any:
+        """The labels of a step over all ranks, once it is known whether the first of a sequence counts."""
+        counts = gather(sum(map(self._reader.num_labels, batch.microbatches)), self._trainer.args.world_size > 1)
+        return torch.full_like(torch.as_tensor(count), max(sum(counts), 1))
+
     def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
         """The division of a microbatch's loss; warns once where nobody declared it. The same on every rank."""
+        if self._reader.found_loss is not None:
+            return self._reader.found_loss.division
         if self._divided is None:
             first, name = batch.microbatches[0], self._reader.label_name
             by_token = name is not None and name in first and name not in first.per_sequence
@@ -425,6 +437,8 @@ class Packer:
             return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
         if division == "token_mean":
             return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
+        if division == "total":
+            return [float(len(each) > 0) for each in batch.microbatches]
         return shares(map(len, batch.microbatches), len(batch.plan.order))
 
     @contextlib.contextmanager
@@ -458,7 +472,7 @@ class Packer:
             return microbatch if len(microbatch) else targets.placeholder(microbatch)
         if self.share_of_step > 0:
             return microbatch
-        counts = len if division == "sequence_mean" else self._reader.num_labels
+        counts = self._reader.num_labels if division == "token_mean" else len
         return stand_in(batch.microbatches, microbatch, counts=counts)
 
     @property

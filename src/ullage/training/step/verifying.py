@@ -28,6 +28,8 @@ from ullage.ranks.world import gather, rank_here
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
+from ullage.training.loss.divisions import OwnLoss, declared_division
+from ullage.training.loss.finding import LossTrial, drawable, is_unknown
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packable import make_packable
 
@@ -65,7 +67,7 @@ class PackingProof:
     def pack(self, model: nn.Module) -> None:
         """Make a bare model keep packed sequences apart, in a way that is not proved yet where it is not certain."""
         self.candidates = make_packable(
-            model, is_sharded=self._packer.meets_every_microbatch, is_proved=self._capacity is not None
+            model, is_sharded=self._packer.meets_every_microbatch, is_proved=self._capacity is not None and self._verifies
         )
 
     def begin_run(self) -> None:
@@ -77,14 +79,32 @@ class PackingProof:
         """Tokens of a row; None where nothing is to be proved."""
         options = self._packer.options
         # Whoever shards a model by hand looks at its parts; rows of a trial are whole on every rank.
-        if options is None or not options.verify or sharding_of(self._trainer.model) is not None:
+        return None if options is None or sharding_of(self._trainer.model) is not None else options.capacity
+
+    @property
+    def _verifies(self) -> bool:
+        return self._packer.options is not None and self._packer.options.verify
+
+    def _loss_trial(
+        self, model: nn.Module, microbatches: Sequence[RaggedBatch], capacity: int, counted: bool, meeting: _Meeting
+    ) -> LossTrial | None:
+        """The trial of a loss that its source does not tell; None where it is known, declared and believed, or TRL's."""
+        trainer, packer = self._trainer, self._packer
+        if packer.padded_loss is not None or packer.weigher.is_on or not is_unknown(trainer, self._reader.model):
             return None
-        return options.capacity
+        if not self._verifies and declared_division(trainer, OwnLoss.of(trainer)) is not None:
+            return None
+        classes = getattr(getattr(self._reader.model, "config", None), "num_labels", None) or 0
+        values = drawable(microbatches, self._reader.label_name, classes)
+        samples = self._choose(microbatches, capacity)
+        options = {"call": within_engine(model), "gather": meeting.all, "counted": counted}
+        return LossTrial(trainer, self._reader, samples, values, **options)
 
-    def before_step(self, model: nn.Module, batch: PackedBatch) -> None:
-        """Prove the packing of the model before it trains on its first batch. Collective.
+    def before_step(self, model: nn.Module, batch: PackedBatch, counted: bool) -> None:
+        """Prove the packing of the model before it trains on its first batch, and find what its loss is. Collective.
 
-        ``model``: as the training loop calls it. Raises ``SequencesMeet`` on every rank if no way is accepted.
+        ``model``: as the training loop calls it. ``counted``: whether the step has labels to count. Raises
+        ``SequencesMeet`` on every rank if no way is accepted, and ``InputError`` for a loss that cannot be packed.
         """
         capacity, is_sharded = self._capacity, self._packer.meets_every_microbatch
         if self._is_done or capacity is None:
@@ -92,14 +112,24 @@ class PackingProof:
         self._is_done = True
         several, bare_model = self._trainer.args.world_size > 1, self._reader.model
         self._reader.form  # noqa: B018  read once, whatever the ways that are tried look like
+        meeting = _Meeting(several)
+        with self._trainer.compute_loss_context_manager():
+            loss = self._loss_trial(model, batch.microbatches, capacity, counted, meeting)
+            if loss is not None:
+                loss.find()
+        if loss is None and not self._verifies:
+            return
 
         def problem() -> str | None:
             meeting = _Meeting(several)
             try:
+                mine = None
                 if is_sharded and not call_equally_often(bare_model):
                     mine = "its layers run once per length of a row, and its parameters are sharded"
-                else:
+                elif self._verifies:
                     mine = self._prove(model, batch.microbatches, capacity, meeting.any).problem()
+                if loss is not None and not meeting.any(mine is not None):
+                    mine = loss.problem_of_row(meeting.all)
             except _Elsewhere as error:
                 return str(error)
             except Exception as error:  # whatever a model raises on a packed row, it cannot be packed in this way
@@ -107,7 +137,7 @@ class PackingProof:
             return meeting.end(mine)
 
         current = way_of(bare_model)
-        ways: Sequence[Way] = (current,) if self.candidates is None else self.candidates.ways
+        ways: Sequence[Way] = (current,) if self.candidates is None or not self._verifies else self.candidates.ways
         if not is_packed(bare_model):  # it takes the lengths by itself, as it is
             ways = (current, *(way for way in ways if way.kind != "native"))
         with self._trainer.compute_loss_context_manager():
@@ -125,6 +155,7 @@ class PackingProof:
             self._is_done
             or self._trainer.is_in_train
             or capacity is None
+            or not self._verifies
             or not len(batch)
             or self._reader.form != "flattened"
         ):
@@ -173,6 +204,8 @@ class PackingProof:
         if proof is None or rank_here(self._trainer.args.world_size > 1):
             return
         name = type(self._reader.model).__name__
+        if self._reader.found_loss is not None:
+            _logger.info("by its numbers the loss of %s is %s", name, self._reader.found_loss)
         _logger.info(
             "packing proved on %s of %s tokens: %s, %s; %d tokens in %.2f s",
             quantity(len(proof.lengths), "sequence"),
@@ -263,11 +296,15 @@ class _Meeting:
 
     def any(self, mine: bool) -> bool:
         """Whether it holds on any rank. Collective. Raises where another rank has ended with an error."""
+        return any(self.all(mine))
+
+    def all(self, mine: Any) -> list[Any]:
+        """What every rank has. Collective. Raises where another rank has ended with an error."""
         answers = gather((False, mine), self._several)
         problem = _first([what if ended else None for ended, what in answers])
         if problem is not None:
             raise _Elsewhere(problem)
-        return any(what for _, what in answers)
+        return [what for _, what in answers]
 
     def end(self, mine: str | None) -> str | None:
         """The first problem of any rank. Collective."""
