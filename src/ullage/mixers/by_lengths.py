@@ -377,7 +377,9 @@ def call_whole(
     Waits for the device where there are labels. Raises ``InputError`` for a field that is neither by token nor by
     sequence.
     """
-    by_sequence = works_by_sequence(model)
+    labels = keywords.get("labels")
+    by_token = isinstance(labels, Tensor) and len(row) > 1 and tuple(labels.shape[:2]) == (1, row.sources.size)
+    by_sequence = works_by_sequence(model) and not by_token
     if not by_sequence:
         require_one_loss(model, labels_by_sequence(keywords, row))
     config = getattr(model, "config", None)
@@ -392,7 +394,7 @@ def call_whole(
     losses = [_loss_of(each) for each in outputs]
     if losses[0] is None:
         return joined
-    counts = _counts(keywords.get("labels"), groups, by_sequence=by_sequence)
+    counts = _counts(labels, groups, by_sequence=by_sequence)
     if division == "sequence_mean":
         counts = [len(part) for part in groups.members]
     loss = loss_of_answers(model, outputs, groups, keywords)

@@ -56,10 +56,13 @@ class FoundLoss:
     Attributes:
         division: one of those of :mod:`ullage.training.loss.divisions`.
         shifts: whether the first label of a sequence counts nowhere; None where labels are by sequence.
+        apart: whether it is computed for sequences of one length at a time, in rows of a batch: a packed row would be
+            one sequence to it.
     """
 
     division: str
     shifts: bool | None
+    apart: bool = False
 
     def __str__(self) -> str:
         labels = "shifted labels" if self.shifts else "labels"
@@ -199,6 +202,8 @@ class BatchReader:
     @property
     def form(self) -> str:
         """The form in which the model takes a ragged batch (:func:`ullage.training.batches.forms.form_of`)."""
+        if self.found_loss is not None and self.found_loss.apart:
+            return forms.padded_form(self.model)
         if self._form is None:
             model: Any = self._trainer.model
             self._form = forms.form_of(model)

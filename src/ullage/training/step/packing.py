@@ -25,8 +25,9 @@ from transformers.utils import logging
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.core.layout import Int64
+from ullage.core.layout import Int64, Layout
 from ullage.core.replacing import replaced
+from ullage.core.rows import alike
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.exchange.lengths import gather_or_fail
 from ullage.mixers.by_lengths import require_one_loss
@@ -371,6 +372,8 @@ class Packer:
         self.proof.before_step(model, inputs, count is not None)
         if self._reader.shifts != shifts and count is not None:
             count = self._counted_again(inputs, count)
+        if self._reader.found_loss is not None and self._reader.found_loss.apart:
+            inputs = self._apart(inputs)
         idle: list[nn.Parameter] = []
         if self._trainer.args.world_size > 1:
             is_sharded = self.meets_every_microbatch
@@ -402,6 +405,20 @@ class Packer:
                 parameter.grad = None
             self.metrics.merge(calls, "train", inputs.num_tokens)
         return loss
+
+    def _apart(self, batch: PackedBatch) -> PackedBatch:
+        """The step with microbatches of sequences of one length each, as many on every rank. Collective."""
+        parts: list[RaggedBatch] = []
+        for each in batch.microbatches:
+            samples, sizes = each.samples() if len(each) else [], each.layout.lengths
+            alone = targets.is_joined(each) or bool(each.items)
+            for group in np.arange(len(each))[:, None] if alone else alike([sizes], sizes > 0):
+                chosen = [samples[place] for place in group]
+                parts.append(RaggedBatch.from_samples(chosen, per_sequence=each.per_sequence, per_item=each.per_item))
+        first = batch.microbatches[0]
+        nothing = RaggedBatch({name: first[name][:0] for name in first.names}, Layout([]), first.per_sequence)
+        most = max(1, *gather(len(parts), self._trainer.args.world_size > 1))
+        return replace(batch, microbatches=(*parts, *[nothing] * (most - len(parts))))
 
     def _counted_again(self, batch: PackedBatch, count: Any) -> Any:
         """The labels of a step over all ranks, once it is known whether the first of a sequence counts."""
