@@ -23,7 +23,14 @@ OTHERS = (
     "two tokens ahead",
 )  # fmt: skip
 PLACES = ("forward", "part of the model", "super().forward", "loss_function", "compute_loss", "compute_loss_func")
-NAMES = ("Tagger", "NetForTokenClassification", "NetForCausalLM", "NetForSequenceClassification", "Model", "NetLMHeadModel")
+NAMES = (
+    "Tagger",
+    "NetForTokenClassification",
+    "NetForCausalLM",
+    "NetForSequenceClassification",
+    "Model",
+    "NetLMHeadModel",
+)
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.3,
          "intermediate_size": 48, "num_labels": LABELS}  # fmt: skip
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -48,7 +55,13 @@ class Case:
         token = draws.random() < 0.7
         if rule in ("contrastive", "supervised contrastive", "pairwise ranking"):
             token = False
-        if rule in (*EXACT[1:3], "z-loss over all tokens", "mean over padding too", "value of all tokens", "two tokens ahead"):
+        if rule in (
+            *EXACT[1:3],
+            "z-loss over all tokens",
+            "mean over padding too",
+            "value of all tokens",
+            "two tokens ahead",
+        ):
             token = True
         place = draws.choice(PLACES)
         if not token and place in ("part of the model", "loss_function"):
@@ -163,7 +176,9 @@ def model_of(case):
         if labels is not None and case.place == "part of the model":
             loss = self.part(logits, labels, attention_mask)
         elif labels is not None and by_forward:
-            loss = token_loss(case, logits, labels, attention_mask) if case.token else sequence_loss(case, logits, labels)
+            loss = (
+                token_loss(case, logits, labels, attention_mask) if case.token else sequence_loss(case, logits, labels)
+            )
         return TokenClassifierOutput(loss=loss, logits=logits)
 
     base = hf.BertForTokenClassification if case.token else hf.BertForSequenceClassification
@@ -172,13 +187,16 @@ def model_of(case):
     if case.place == "super().forward":
 
         def after(self, input_ids=None, attention_mask=None, labels=None, **others):
-            outputs = base.forward(self, input_ids=input_ids, attention_mask=attention_mask, **others)
+            outputs = super(made, self).forward(input_ids=input_ids, attention_mask=attention_mask, **others)
             if labels is not None:
                 parts = (outputs.logits, labels)
-                outputs["loss"] = token_loss(case, *parts, attention_mask) if case.token else sequence_loss(case, *parts)
+                outputs["loss"] = (
+                    token_loss(case, *parts, attention_mask) if case.token else sequence_loss(case, *parts)
+                )
             return outputs
 
-        return type(case.name, (base,), {"forward": after})(config)
+        made = type(case.name, (base,), {"forward": after})
+        return made(config)
     if case.place == "loss_function":
         made = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 2}))
         made.loss_function = lambda logits, labels, **others: token_loss(case, logits, labels)
@@ -190,7 +208,11 @@ def trainer_of(case):
     """The class of the trainer, and its function of a loss."""
 
     def of_outputs(outputs, labels, mask=None):
-        return token_loss(case, outputs["logits"], labels, mask) if case.token else sequence_loss(case, outputs["logits"], labels)
+        return (
+            token_loss(case, outputs["logits"], labels, mask)
+            if case.token
+            else sequence_loss(case, outputs["logits"], labels)
+        )
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -226,7 +248,12 @@ def rows_of(case, number=8):
             labels[hidden] = IGNORED
         elif case.spread == "not the first":
             labels[0] = IGNORED
-        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist() if case.token else int(labels[1].clamp(min=0)) % LABELS})
+        rows.append(
+            {
+                "input_ids": ids.tolist(),
+                "labels": labels.tolist() if case.token else int(labels[1].clamp(min=0)) % LABELS,
+            }
+        )
     return rows
 
 
@@ -245,7 +272,7 @@ def run(case, capacity, *, ranks=1, steps=2, **options):
 
 
 def outcome(case, capacity, *, ranks=1):
-    """"exact", "refused" or "silent", and what was seen; the padded run of one process is what is meant."""
+    """ "exact", "refused" or "silent", and what was seen; the padded run of one process is what is meant."""
     meant = _alone_in_this_process(case)
     try:
         found, _ = run(case, capacity, ranks=ranks)
@@ -263,7 +290,11 @@ def _alone_in_this_process(case):
     width = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
     mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
-    labels = torch.tensor([row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows]) if case.token else torch.tensor([row["labels"] for row in rows])
+    labels = (
+        torch.tensor([row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows])
+        if case.token
+        else torch.tensor([row["labels"] for row in rows])
+    )
     for _ in range(2):
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         if case.lstm:  # what a bidirectional LSTM sees behind a sequence is nobody's meaning: one sequence at a time
@@ -271,7 +302,13 @@ def _alone_in_this_process(case):
         elif function is not None or kind is not Trainer:
             kept = inputs.pop("labels")
             outputs = model(**inputs)
-            loss = function(outputs, kept) if function else token_loss(case, outputs["logits"], kept, mask) if case.token else sequence_loss(case, outputs["logits"], kept)
+            loss = (
+                function(outputs, kept)
+                if function
+                else token_loss(case, outputs["logits"], kept, mask)
+                if case.token
+                else sequence_loss(case, outputs["logits"], kept)
+            )
         else:
             loss = model(**inputs)["loss"]
         losses.append(float(loss.detach()))
@@ -302,4 +339,21 @@ if __name__ == "__main__":
         for capacity in (48, 4096):
             kind, told = outcome(case, capacity, ranks=ranks)
             if int(os.environ.get("RANK", "0")) == 0:
-                print(json.dumps({"seed": seed, "rule": case.rule, "place": case.place, "by": "token" if case.token else "sequence", "name": case.name, "lstm": case.lstm, "spread": case.spread, "capacity": capacity, "ranks": ranks, "outcome": kind, "told": told[:300]}), flush=True)
+                print(
+                    json.dumps(
+                        {
+                            "seed": seed,
+                            "rule": case.rule,
+                            "place": case.place,
+                            "by": "token" if case.token else "sequence",
+                            "name": case.name,
+                            "lstm": case.lstm,
+                            "spread": case.spread,
+                            "capacity": capacity,
+                            "ranks": ranks,
+                            "outcome": kind,
+                            "told": told[:300],
+                        }
+                    ),
+                    flush=True,
+                )

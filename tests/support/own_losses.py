@@ -99,4 +99,6 @@ class Contrastive(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-ALL = {kind.__name__: kind for kind in (Trainer, Swallowing, Flagged, Masked, Summed, Penalised, Contrastive)}
+ALL = {
+    kind.__name__: kind for kind in (Trainer, Swallowing, Undeclared, Flagged, Masked, Summed, Penalised, Contrastive)
+}

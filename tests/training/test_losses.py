@@ -230,16 +230,10 @@ def packed_and_not(name, folder, **options):
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("Swallowing", "does not take num_items_in_batch"), slowly("Flagged", "has loss_is_scaled_for_ga=False")],
-)
-def test_a_mean_that_nobody_declared_is_taken_for_one_and_said_once(name, reason, tmp_path, caplog):
+@pytest.mark.parametrize("name", ["Swallowing", slowly("Flagged"), "Undeclared"])
+def test_a_mean_that_nobody_declared_is_found_by_its_numbers(name, tmp_path):
     apart, packed = packed_and_not(name, tmp_path)
     assert close(apart, packed)
-    told = [record.getMessage() for record in caplog.records if record.name == "ullage.training.step.packing"]
-    assert len(told) == 1
-    assert told[0].startswith(f"{name}.compute_loss {reason}: under packing its loss is taken for a mean over labels")
 
 
 class Unknown(own_losses.Undeclared):
@@ -255,6 +249,10 @@ class Later(own_losses.Summed):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return own_losses.mean_loss(model, inputs)
+
+
+class Undue(own_losses.Undeclared):
+    packing_loss = "sequence_mean"
 
 
 class ByTokens(own_losses.Contrastive):
@@ -276,21 +274,20 @@ class Energy(RecurrentForCausalLM):
 UNLABELLED = {"collator": RaggedCollator()}
 UNDIVIDED = [
     (
-        own_losses.Undeclared,
-        {},
-        r"packing must know how a loss of one's own is divided \(Undeclared.compute_loss\): expected packing_loss on the "
-        r"Trainer's class, found it takes num_items_in_batch. Set packing_loss to 'sum' \(divided by num_items_in_batch\)",
-    ),
-    (
         Unknown,
         {},
         r"packing_loss is not a known division \(Unknown\): "
         r"expected 'sum' or 'token_mean' or 'sequence_mean', found mean",
     ),
-    (Later, {}, r"packing must know .* \(Later.compute_loss\)"),
+    (Undue, {}, r"cannot be packed: .* \(Undeclared.compute_loss\): expected 'sequence_mean', as packing_loss says"),
     (ByTokens, UNLABELLED, r"packing_loss='token_mean' needs labels to count \(ByTokens\)"),
-    (Silent, UNLABELLED, r"\(Silent.compute_loss\): .* found there are no labels by token"),
-    (Trainer, UNLABELLED, r"packing must know .* \(the model's loss\): .* found there are no labels to count"),
+    (Silent, UNLABELLED, r"cannot be packed: .* \(Silent.compute_loss\): expected a sum, or a mean over labels"),
+    (own_losses.Contrastive, UNLABELLED, r"cannot be packed: .* expected 'sequence_mean', as packing_loss says"),
+    (
+        Trainer,
+        UNLABELLED,
+        r"cannot be packed: .* \(Energy\): expected a sum, or a mean over labels, over shifted labels",
+    ),
 ]
 
 
@@ -301,9 +298,10 @@ def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(kind, optio
         trained(tmp_path, model, kind=kind, packing_capacity=20, **options)
 
 
-@pytest.mark.slow
-def test_a_declaration_is_inherited(tmp_path):
-    trained(tmp_path, make(RecurrentForCausalLM), kind=Inherits, packing_capacity=20)
+def test_a_declaration_is_inherited_and_not_that_of_another_loss(tmp_path):
+    for kind in (Inherits, Later):
+        runs = [trained(tmp_path, make(RecurrentForCausalLM), kind=kind, packing_capacity=c) for c in (20, 4096)]
+        assert close(*runs)
 
 
 def captured(mine):

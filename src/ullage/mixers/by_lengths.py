@@ -391,7 +391,7 @@ def call_whole(
     fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())
     outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields, items=row.items)
     joined = join_outputs(outputs, groups, per_sequence=frozenset({"logits"} if by_sequence else ()))
-    losses = [_loss_of(each) for each in outputs]
+    losses: list[Any] = [_loss_of(each) for each in outputs]
     if losses[0] is None:
         return joined
     counts = _counts(labels, groups, by_sequence=by_sequence)
@@ -399,7 +399,7 @@ def call_whole(
         counts = [len(part) for part in groups.members]
     loss = loss_of_answers(model, outputs, groups, keywords)
     if loss is None:
-        loss = torch.stack(losses).sum() if division == "total" else _weighted_mean(losses, counts)
+        loss = sum(losses[1:], losses[0]) if division == "total" else _weighted_mean(losses, counts)
     if num_items is not None and loss_divides_by_count(model):
         loss = loss * (sum(counts) / num_items)
     if isinstance(joined, tuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import (
-    KNOWN_AUTHORS,
+    is_loss_known,
     loss_author,
     loss_shifts,
     package_of,
@@ -143,7 +143,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
     None without labels, and where labels by token and by sequence meet in one call: their losses are added up.
     """
     per_sequence = [name for name in _BY_SEQUENCE if name in alone[0]]
-    is_known = package_of(loss_author(model)[0]) in KNOWN_AUTHORS
+    is_known = is_loss_known(model)
     labels = [each.get("labels") for each in alone]
     if not all(isinstance(each, Tensor) for each in labels):
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
@@ -159,7 +159,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
             counts.append(float(value.is_floating_point() or bool((value != IGNORED_LABEL).any())))
         else:
             counts.append(float((value[:, 1:] if shifts else value).ne(IGNORED_LABEL).sum()))
-    return counts, is_known and shifts is not None
+    return counts, is_known
 
 
 def _as_nested(rows: Tensor) -> Tensor:

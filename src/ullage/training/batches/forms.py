@@ -80,7 +80,9 @@ def form_of(model: nn.Module) -> str:
 def padded_form(model: nn.Module) -> str:
     """The form in which a bare model takes padded rows: with lengths, with a mask, or ``rows`` alone."""
     parameters = inspect.signature(model.forward).parameters
-    return next((name for name in _LENGTHS_NAMES if name in parameters), "mask" if "attention_mask" in parameters else "rows")
+    return next(
+        (name for name in _LENGTHS_NAMES if name in parameters), "mask" if "attention_mask" in parameters else "rows"
+    )
 
 
 def _packing_problem(model: nn.Module) -> str | None:

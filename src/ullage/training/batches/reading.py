@@ -60,7 +60,7 @@ class FoundLoss:
             one sequence to it.
     """
 
-    division: str
+    division: Any
     shifts: bool | None
     apart: bool = False
 

@@ -2,8 +2,8 @@
 
 A packed step runs as several microbatches, so whatever they return has to be divided such that they add up to one
 step. The loss of a model of transformers or of ours is a sum over labels, divided by ``num_items_in_batch``. Of any
-other loss the division is declared, by ``packing_loss`` on the Trainer, or read off a signature; the loss is never
-called to find it out.
+other loss the division is found by its numbers (:mod:`ullage.training.loss.finding`), which a declaration by
+``packing_loss`` on the Trainer has to agree with.
 """
 
 from __future__ import annotations
@@ -148,21 +148,8 @@ def declared_division(trainer: transformers.Trainer, own: OwnLoss | None) -> Div
     return word
 
 
-def division_of(
-    trainer: transformers.Trainer, *, divides_by_count: bool, labels: str | None, counted: bool
-) -> tuple[Division, str | None]:
-    """The division of a packed microbatch's loss, and a warning where it was assumed.
-
-    Raises ``InputError`` where the division is not declared and cannot be read off.
-
-    Args:
-        trainer: whose loss it is.
-        divides_by_count: whether the model's own loss is a sum over labels, divided by ``num_items_in_batch``.
-        labels: name of the field of labels with one entry per token; None if there is none.
-        counted: whether the step has labels to count.
-    """
-    own = OwnLoss.of(trainer)
-    division = declared_division(trainer, own)
+def require_counted(trainer: transformers.Trainer, division: Division | None, counted: bool) -> None:
+    """Raise ``InputError`` for a declared division by labels where there are none."""
     if division in ("sum", "token_mean") and not counted:
         raise InputError(
             f"packing_loss={division!r} needs labels to count",
@@ -171,23 +158,36 @@ def division_of(
             found="none in the batch",
             hint="a loss without labels is divided by sequences: packing_loss = 'sequence_mean'",
         )
+
+
+def division_of(trainer: transformers.Trainer, *, divides_by_count: bool, counted: bool) -> Division:
+    """The division of a packed microbatch's loss, as it is declared or known without running it.
+
+    Raises ``InputError`` where it is neither.
+
+    Args:
+        trainer: whose loss it is.
+        divides_by_count: whether the model's own loss is a sum over labels, divided by ``num_items_in_batch``.
+        counted: whether the step has labels to count.
+    """
+    own = OwnLoss.of(trainer)
+    division = declared_division(trainer, own)
+    require_counted(trainer, division, counted)
     if division is not None:
-        return division, None
-    if own is None:
-        if counted:
-            return ("sum" if divides_by_count else "token_mean"), None
-        raise _undeclared("the model's loss", "there are no labels to count")
-    # From here on a loss of the user's own that is not declared. What can be read off its signature:
-    if own.owner is None and own.name == "compute_loss_func" and own.takes_count and counted:
-        return "sum", None  # that is what transformers asks of such a function
-    if labels is not None and (not own.takes_count or trainer.loss_is_scaled_for_ga is False):
-        reason = "has loss_is_scaled_for_ga=False" if own.takes_count else "does not take num_items_in_batch"
-        return "token_mean", (
-            f"{own.name} {reason}: under packing its loss is taken for a mean over labels and weighed by each "
-            "microbatch's share of the step's labels. Say so with packing_loss = 'token_mean' on the Trainer's class, "
-            "or say otherwise: 'sum' or 'sequence_mean'."
-        )
-    raise _undeclared(own.name, "it takes num_items_in_batch" if own.takes_count else "there are no labels by token")
+        return division
+    if own is None and counted:
+        return "sum" if divides_by_count else "token_mean"
+    # What transformers asks of such a function.
+    if own is not None and own.name == "compute_loss_func" and own.takes_count and counted:
+        return "sum"
+    meanings = ", ".join(f"{word!r} ({meaning})" for word, meaning in DIVISIONS.items())
+    raise InputError(
+        "packing must know how a loss of one's own is divided",
+        where="the model's loss" if own is None else own.name,
+        expected="packing_loss on the Trainer's class",
+        found="none",
+        hint=f"set packing_loss to {meanings}; docs/losses.md shows each",
+    )
 
 
 def shares(parts: Iterable[float], whole: float) -> list[float]:
@@ -209,14 +209,3 @@ def part_of_step(mean: Tensor, count: Tensor, whole: Tensor, ranks: int) -> Tens
     # A mean of 2.0 over 3 of a step's 12 labels is 0.5 of the step's mean. On two ranks it is given as 1.0, because
     # averaging their gradients halves it. A mean over no labels is nan, which a weight of zero would keep.
     return torch.where(count > 0, mean, torch.zeros_like(mean)) * (count / whole * ranks).to(mean.dtype)
-
-
-def _undeclared(name: str, found: str) -> InputError:
-    meanings = ", ".join(f"{word!r} ({meaning})" for word, meaning in DIVISIONS.items())
-    return InputError(
-        "packing must know how a loss of one's own is divided",
-        where=name,
-        expected="packing_loss on the Trainer's class",
-        found=found,
-        hint=f"set packing_loss to {meanings}; docs/losses.md shows each",
-    )

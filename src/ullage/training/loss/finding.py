@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 #: What is more than this many times as far off as the nearest rule is not meant, where a limit is wide.
 _FARTHER, _NEAR = 4.0, 1e-3
+#: However much a loss differs from one call to the next, a number farther off is not meant.
+_MOST = 0.05
 #: Classes that a step may lack and labels are drawn from all the same.
 _MOST_CLASSES = 64
 #: In this order a loss is tried: as it is without packing; without padding, which some models see; as a packed row.
@@ -90,16 +92,19 @@ class LossTrial:
         counted: bool,
     ) -> None:
         self._trainer, self._reader, self._call, self._gather, self._counted = trainer, reader, call, gather, counted
+        self._declared = declared_division(trainer, OwnLoss.of(trainer))
         # The longest first, as models that take lengths want them.
         natural = sorted(samples, key=lambda each: -each.numel())
+        natural = [each for each in natural if each.numel() > 1] or natural  # a mean over one shifted label is nan
         drawn = natural if values is None else [self._with_drawn(*each, values) for each in enumerate(natural)]
         self._drawings = (drawn, natural)
         self._samples, self._form, self._limits = drawn, "padded", limits_of(None)
         self._alone: dict[Any, list[_Numbers]] = {}
-        self._numbers, self._outputs = "", []
+        self._numbers, self._outputs, self._limit = "", [], 0.0
         self._farness: dict[FoundLoss, float] = {}
-        #: The rules that are left, the first to be preferred.
+        #: The rules that are left, the first to be preferred; whether none was that of the last row.
         self.rules: list[FoundLoss] = []
+        self.is_unfit = False
 
     def find(self) -> None:
         """Find the rules that give the loss of all sequences together. Collective.
@@ -107,8 +112,8 @@ class LossTrial:
         Raises ``InputError`` on every rank where there is none, with the numbers.
         """
         error: Exception | None = None
-        for self._samples, self._form in ((samples, form) for samples in self._drawings for form in _FORMS):
-            fitting, self._alone = None, {}
+        for samples, form in ((samples, form) for samples in self._drawings for form in _FORMS):
+            self._samples, self._form, self._alone, fitting = samples, form, {}, None
             try:
                 fitting = self._fitting()
             except Exception as raised:  # whatever a loss raises, it does not take this form
@@ -122,8 +127,10 @@ class LossTrial:
                     # What padding changes a little may still tell a mean over labels from one over sequences.
                     self.rules.sort(key=lambda rule: self._farness.get(rule, 0.0))
                     return
-                raise self._refusal(next((numbers for each, numbers in told if not each), self._numbers))
-        raise self._refusal(f"{type(error).__name__}: {error}") from error
+                self._numbers = next((numbers for each, numbers in told if not each), self._numbers)
+                raise self.refusal()
+        self._numbers = f"{type(error).__name__}: {error}"
+        raise self.refusal() from error
 
     def problem_of_row(self, gather: Callable[[Any], list[Any]]) -> str | None:
         """Why no rule gives the loss of the packed row; None if one does, which the reader is told. Collective."""
@@ -133,12 +140,13 @@ class LossTrial:
             wanted = self._expected(rule)
             found = self._loss(targets.split_targets(whole), rule)
             told = told or f"{found[0]:.6g} for {wanted[0]:.6g}, by {rule}"
-            passed += [rule] * (_distance(found, wanted) <= self._limits.loss)
+            passed += [rule] * (_distance(found, wanted) <= max(self._limit, self._limits.loss))
         every = gather((self._samples[0].numel() > 1, passed))
         agreed = [rule for rule in self.rules if all(rule in each for tells, each in every if tells)]
         if not agreed and self._form == "padded" and OwnLoss.of(self._trainer) is not None:
             agreed = [replace(self.rules[0], apart=True)]
         self._tell(agreed[0] if agreed else None)
+        self.is_unfit, self._numbers = not agreed, told
         return None if agreed else f"the loss of a packed row is not that of its sequences: {told}"
 
     # Rules.
@@ -146,9 +154,8 @@ class LossTrial:
     def _candidates(self) -> list[FoundLoss]:
         """The rules that are asked about, the first to be preferred where two give the same numbers."""
         own, name, first = OwnLoss.of(self._trainer), self._reader.label_name, self._samples[0]
-        declared = declared_division(self._trainer, own)
         words = ["token_mean", "total", "sequence_mean"] if self._counted else ["total", "sequence_mean"]
-        if self._counted and own is not None and own.takes_count:
+        if self._counted and (self._declared == "sum" or (own is not None and own.takes_count)):
             words.insert(0, "sum")
         shifts = [loss_shifts(self._reader.model)]
         by_token = name is not None and name in first and name not in first.per_sequence
@@ -156,7 +163,7 @@ class LossTrial:
             # Only where first labels are there can a loss show whether it counts them.
             there = any(bool((each[name][:1] != IGNORED_LABEL).any()) for each in self._samples)
             shifts = [False, True] if there else [shifts[0] is not False]
-        return [FoundLoss(word, each) for word in ([declared] if declared else words) for each in shifts]
+        return [FoundLoss(word, each) for word in words for each in shifts]
 
     def _fitting(self) -> list[FoundLoss] | None:
         """The rules that fit in this form; None where it tells nothing, since padding changes what the model makes."""
@@ -167,25 +174,23 @@ class LossTrial:
             rules = self._candidates()
             wanted = {rule: self._expected(rule) for rule in rules}
             if self._form == "row":
-                return rules
+                return [rule for rule in rules if self._declared in (None, rule.division)]
             alone, whole = self._outputs[: len(self._samples)], self._inputs(self._together())
             found = {rule.division == "sum": self._loss(whole, rule) for rule in rules}
-            repeated = self._loss(self._inputs(self._samples[-1]), rules[-1])
+            repeated = self._loss(self._inputs(self._samples[0]), rules[-1])
         finally:
             self._samples = uncut
         # A model that differs from itself may differ so from one call to the next.
-        last = self._alone[self._key(rules[-1])][-1]
-        limit = max(self._limits.loss, 8 * _distance(repeated, last))
-        self._numbers = "; ".join(
-            [f"{found[False if False in found else True][0]:.6g} together"]
-            + list(dict.fromkeys(f"{rule} {wanted[rule][0]:.6g}" for rule in rules))
-        )
+        self._limit = max(self._limits.loss, min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST))
+        by_rule = dict.fromkeys(f"{wanted[rule][0]:.6g} by {rule}" for rule in rules)
+        self._numbers = f"{found[rules[-1].division == 'sum'][0]:.6g} together, {', '.join(by_rule)}"
         distance = {rule: _distance(found[rule.division == "sum"], wanted[rule]) for rule in rules}
         if self._form == "padded" and _differ(alone, self._outputs[-2], self._limits.outputs):
             self._farness = distance
             return None
         near = max(_FARTHER * min(distance.values()), _NEAR)
-        return [rule for rule in rules if distance[rule] <= min(limit, near)]
+        fitting = [rule for rule in rules if distance[rule] <= min(self._limit, near)]
+        return [rule for rule in fitting if self._declared in (None, rule.division)]
 
     def _expected(self, rule: FoundLoss) -> _Numbers:
         """The loss of all sequences together, by a rule."""
@@ -282,15 +287,15 @@ class LossTrial:
             made.append(_as_batch([fields], first))
         return made
 
-    def _refusal(self, found: str) -> InputError:
-        own = OwnLoss.of(self._trainer)
-        declared = declared_division(self._trainer, own)
+    def refusal(self) -> InputError:
+        """The error of a loss that no rule fits, with the numbers."""
+        own, declared = OwnLoss.of(self._trainer), self._declared
         kinds = "a sum, or a mean over labels, over shifted labels or over sequences"
         return InputError(
             "this loss cannot be packed: that of a few sequences together is not made up of that of each alone",
             where=type(self._reader.model).__name__ if own is None else own.name,
             expected=kinds if declared is None else f"{declared!r}, as packing_loss says",
-            found=found,
+            found=self._numbers,
             hint="compute a loss in the Trainer that is one of these (compute_loss, compute_loss_func), or leave "
             "packing_capacity out; a packing_loss of the Trainer's class is believed under packing_verify=False",
         )
@@ -303,7 +308,7 @@ def drawable(microbatches: Sequence[RaggedBatch], name: str | None, num_classes:
         return None
     values = torch.cat(parts).unique()
     values = values[values != IGNORED_LABEL]
-    if len(values) and 0 <= int(values.min()) and int(values.max()) < num_classes <= _MOST_CLASSES:
+    if len(values) and int(values.min()) >= 0 and int(values.max()) < num_classes <= _MOST_CLASSES:
         values = torch.arange(num_classes)
     return values if len(values) else None
 

@@ -378,7 +378,7 @@ class Packer:
         if self._trainer.args.world_size > 1:
             is_sharded = self.meets_every_microbatch
             idle = meet_in_towers(self._reader.model, inputs.microbatches, is_sharded=is_sharded)
-        division = self._division(inputs, count)
+        division = self._division(count)
         parts = self._shares(inputs, division, count)
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
         calls: list[Taken] = []
@@ -425,22 +425,17 @@ class Packer:
         counts = gather(sum(map(self._reader.num_labels, batch.microbatches)), self._trainer.args.world_size > 1)
         return torch.full_like(torch.as_tensor(count), max(sum(counts), 1))
 
-    def _division(self, batch: PackedBatch, num_items_in_batch: Any) -> Division:
-        """The division of a microbatch's loss; warns once where nobody declared it. The same on every rank."""
+    def _division(self, num_items_in_batch: Any) -> Division:
+        """The division of a microbatch's loss. The same on every rank."""
         if self._reader.found_loss is not None:
             return self._reader.found_loss.division
         if self._divided is None:
-            first, name = batch.microbatches[0], self._reader.label_name
-            by_token = name is not None and name in first and name not in first.per_sequence
             self.weigher.require_weighable()  # the model may be another than the trainer was made with
-            self._divided, warning = division_of(
+            self._divided = division_of(
                 self._trainer,
                 divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
-                labels=name if by_token else None,
                 counted=num_items_in_batch is not None,
             )
-            if warning is not None and self._trainer.is_world_process_zero():
-                logger.warning(warning)
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:

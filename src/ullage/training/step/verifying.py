@@ -28,7 +28,7 @@ from ullage.ranks.world import gather, rank_here
 from ullage.training.batches import targets
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
-from ullage.training.loss.divisions import OwnLoss, declared_division
+from ullage.training.loss.divisions import OwnLoss, declared_division, require_counted
 from ullage.training.loss.finding import LossTrial, drawable, is_unknown
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packable import make_packable
@@ -67,7 +67,9 @@ class PackingProof:
     def pack(self, model: nn.Module) -> None:
         """Make a bare model keep packed sequences apart, in a way that is not proved yet where it is not certain."""
         self.candidates = make_packable(
-            model, is_sharded=self._packer.meets_every_microbatch, is_proved=self._capacity is not None and self._verifies
+            model,
+            is_sharded=self._packer.meets_every_microbatch,
+            is_proved=self._capacity is not None and self._verifies,
         )
 
     def begin_run(self) -> None:
@@ -88,12 +90,14 @@ class PackingProof:
     def _loss_trial(
         self, model: nn.Module, microbatches: Sequence[RaggedBatch], capacity: int, counted: bool, meeting: _Meeting
     ) -> LossTrial | None:
-        """The trial of a loss that its source does not tell; None where it is known, declared and believed, or TRL's."""
+        """The trial of a loss that its source does not tell; None where it is known, or declared and believed."""
         trainer, packer = self._trainer, self._packer
         if packer.padded_loss is not None or packer.weigher.is_on or not is_unknown(trainer, self._reader.model):
             return None
-        if not self._verifies and declared_division(trainer, OwnLoss.of(trainer)) is not None:
+        declared = declared_division(trainer, OwnLoss.of(trainer))
+        if not self._verifies and declared is not None:
             return None
+        require_counted(trainer, declared, counted)
         classes = getattr(getattr(self._reader.model, "config", None), "num_labels", None) or 0
         values = drawable(microbatches, self._reader.label_name, classes)
         samples = self._choose(microbatches, capacity)
@@ -140,8 +144,11 @@ class PackingProof:
         ways: Sequence[Way] = (current,) if self.candidates is None or not self._verifies else self.candidates.ways
         if not is_packed(bare_model):  # it takes the lengths by itself, as it is
             ways = (current, *(way for way in ways if way.kind != "native"))
-        with self._trainer.compute_loss_context_manager():
-            way = first_accepted(bare_model, ways, problem, current=current)
+        try:
+            with self._trainer.compute_loss_context_manager():
+                way = first_accepted(bare_model, ways, problem, current=current)
+        except SequencesMeet as error:
+            raise (error if loss is None or not loss.is_unfit else loss.refusal()) from None
         self._tell(way)
 
     def before_evaluation(self, model: nn.Module, batch: RaggedBatch) -> None:
