@@ -308,7 +308,8 @@ def way_of(model: nn.Module) -> Way:
 def take_out(model: nn.Module) -> None:
     """Make a bare model what it was before :func:`put_in`. More than once does nothing more."""
     for module in model.modules():
-        for forward in [each for each in vars(module).values() if isinstance(each, Forward)]:
+        # One that autocast was put around since stands under another name.
+        for forward in [each for name, each in vars(module).items() if isinstance(each, Forward) and name == each.name]:
             forward.take_out()
         function = vars(module).get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointedRow):

@@ -34,6 +34,7 @@ from ullage.attention.heads import is_loss_known, loss_shifts
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import forward_of
 from ullage.mixers.proof import limits_of
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
 #: What is more than this many times as far off as the nearest rule is not meant, where a limit is wide.
 _FARTHER, _NEAR = 4.0, 1e-3
-#: However much a loss differs from one call to the next, a number farther off is not meant.
-_MOST = 0.05
+#: The limit where weights are in half precision, and that of a loss which differs from one call to the next.
+_HALF, _MOST = 0.02, 0.05
 #: Classes that a step may lack and labels are drawn from all the same.
 _MOST_CLASSES = 64
 #: In this order a loss is tried: as it is without packing; without padding, which some models see; as a packed row.
@@ -140,7 +141,7 @@ class LossTrial:
             wanted = self._expected(rule)
             found = self._loss(targets.split_targets(whole), rule)
             told = told or f"{found[0]:.6g} for {wanted[0]:.6g}, by {rule}"
-            passed += [rule] * (_distance(found, wanted) <= max(self._limit, self._limits.loss))
+            passed += [rule] * (_distance(found, wanted) <= max(self._limit, min(self._limits.loss, _HALF)))
         every = gather((self._samples[0].numel() > 1, passed))
         agreed = [rule for rule in self.rules if all(rule in each for tells, each in every if tells)]
         if not agreed and self._form == "padded" and OwnLoss.of(self._trainer) is not None:
@@ -181,7 +182,7 @@ class LossTrial:
         finally:
             self._samples = uncut
         # A model that differs from itself may differ so from one call to the next.
-        self._limit = max(self._limits.loss, min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST))
+        self._limit = max(min(self._limits.loss, _HALF), min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST))
         by_rule = dict.fromkeys(f"{wanted[rule][0]:.6g} by {rule}" for rule in rules)
         self._numbers = f"{found[rules[-1].division == 'sum'][0]:.6g} together, {', '.join(by_rule)}"
         distance = {rule: _distance(found[rule.division == "sum"], wanted[rule]) for rule in rules}
@@ -233,14 +234,16 @@ class LossTrial:
                 at_rest(self._call, training=True) as precision,
                 nullcontext() if is_row else own_attention(model),
                 _attributes_kept(trainer),
+                # Weights in float32 tell rules apart that autocast's rounding makes one.
+                torch.autocast(trainer.args.device.type, enabled=False),
+                replaced(torch, "set_autocast_enabled", lambda *_: None),
                 torch.no_grad(),
             ):
                 prepared = trainer._prepare_inputs(inputs)
                 loss: Any = trainer.compute_loss(self._call, prepared, num_items_in_batch=count)
         finally:
             handle.remove()
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-        self._limits = limits_of(half or precision.dtype, trainer.args.device)
+        self._limits = limits_of(precision.dtype, trainer.args.device)
         self._outputs.append(outputs[0] if outputs else None)
         loss = loss.float().mean()
         return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0])])
@@ -258,7 +261,7 @@ class LossTrial:
         return _as_batch([sample for each in self._samples for sample in each.samples()], self._samples[0])
 
     def _with_drawn(self, place: int, sample: RaggedBatch, values: Tensor) -> RaggedBatch:
-        """A sequence with other labels: by token as many as before, and one at its first token."""
+        """A sequence with other labels: by token as many as before, one of them at its first token."""
         name, (fields,) = self._reader.label_name, sample.samples()
         if name is None or name not in fields:
             return sample
@@ -267,9 +270,9 @@ class LossTrial:
         if name in sample.per_sequence:
             drawn = values[place % len(values)].to(labels.dtype).expand(labels.shape)
         is_label = labels != IGNORED_LABEL
-        if name not in sample.per_sequence and not targets.is_joined(sample):
-            is_label[:1] = True
-        return _as_batch([{**fields, name: torch.where(is_label, drawn, labels)}], sample)
+        if name not in sample.per_sequence and not targets.is_joined(sample) and not is_label[0].any():
+            is_label[0], is_label[len(labels) // 2 :][-1:] = True, len(labels) < 3
+        return _as_batch([{**fields, name: torch.where(is_label, drawn, IGNORED_LABEL)}], sample)
 
     def _of_one_length(self, *, all_labels: bool) -> list[RaggedBatch]:
         """The longer sequences cut to one length, with unequal numbers of labels unless ``all_labels`` are kept."""
