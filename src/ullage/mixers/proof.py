@@ -23,7 +23,7 @@ The precision is the lowest of any product of the calls, so autocast counts. Whe
 rounding below float32 may send a token that stands between two of them to the other one, alone and in the row: then the
 median token tells, and gradients are left out. One sequence is run twice first: where a
 model differs from itself by more than that (random routing), eight times this difference is the limit, and the proof is
-*weak*. Where a loss is not a mean over labels or sequences (a balance of experts, two losses at once), it is left out.
+*weak*. A balance of experts is left out, and so is a loss that is not known to be a mean over labels or sequences.
 """
 
 from __future__ import annotations
@@ -186,9 +186,6 @@ def prove(
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
         limits = limits_of(dtype or precision.dtype, _device(model))
-        if not in_step and agree(_has_own_loss(trial, alone, packed, limits)):
-            run.with_loss = False  # by a rule of its own, which says nothing of the sequences
-            again, alone, packed = _run_all(run, shortest)
         proof.tokens = 2 * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
@@ -280,7 +277,6 @@ def _compare(
     left: list[str] = []
     if not packed.outputs:
         left.append("outputs: none has an entry for each token or sequence")
-    agrees = True
     for name, parts in packed.outputs.items():
         expected = [each.outputs[name][0] for each in alone]
         if not isfinite(_most(expected)):
@@ -289,20 +285,17 @@ def _compare(
         scale = max(_most(expected), 1e-30)
         if has_ties:
             value, limit = _typical(parts, expected) / scale, limits.outputs / 3  # less than the largest of all
-            agrees = agrees and value <= limit
             yield TrialDifference("outputs", name, value, limit)
             continue
         each = [_most([ours.double() - theirs.double()]) / scale for ours, theirs in zip(parts, expected)]
         worst = max(range(len(each)), key=lambda place: each[place] if isfinite(each[place]) else inf)
         value = each[worst] if isfinite(each[worst]) else inf
-        agrees = agrees and value <= limits.outputs
         yield TrialDifference("outputs", name, value, limits.outputs, worst)
     if has_ties:
         left.append("gradients, and outputs but those of the median token: rounding sends a token to another expert")
     for name, value in () if has_ties else _gradients_differ([packed], alone):
-        agrees = agrees and value <= limits.gradients
         yield TrialDifference("gradients", f"gradients at {name}", value, limits.gradients)
-    yield from _losses_compared(trial, alone, packed, limits, agrees, left)
+    yield from _losses_compared(trial, alone, packed, limits, left)
     proof.left_out = list(dict.fromkeys(left))
 
 
@@ -323,12 +316,6 @@ def _typical(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return value if isfinite(value) else inf
 
 
-def _has_own_loss(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits) -> bool:
-    """Whether the loss is not a mean over labels, or over sequences, and may well be so."""
-    difference = None if trial.is_strict else _loss_difference(trial, alone, packed)
-    return difference is not None and not difference[0] <= limits.loss
-
-
 def _loss_difference(trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome) -> tuple[float, float] | None:
     """Relative difference of the losses, and the size of what was expected; None where they cannot be compared."""
     if packed.loss is None or trial.counts is None or not sum(trial.counts):
@@ -340,21 +327,18 @@ def _loss_difference(trial: Trial, alone: Sequence[CallOutcome], packed: CallOut
 
 
 def _losses_compared(
-    trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits, agrees: bool, left: list[str]
+    trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits, left: list[str]
 ) -> Iterator[TrialDifference]:
     left.extend(packed.parts)
     if packed.loss is None:
         return
     difference = _loss_difference(trial, alone, packed)
     if difference is None:
-        left.append("the loss: no mean over labels, or over sequences")
+        left.append("the loss: by its source it is not known to be a mean over labels, or over sequences")
         return
     value, size = difference
     # A mean over labels adds up what the outputs differ by; it may itself be near zero.
     limit = max(limits.loss, limits.loss / max(size, 1e-30))
-    if agrees and not value <= limit and not trial.is_strict:
-        left.append("the loss: by the model's own rule it is no mean over labels")
-        return
     yield TrialDifference("loss", "the loss", value, limit)
 
 

@@ -41,8 +41,6 @@ class Trial:
         sizes: tokens of each sequence.
         target_sizes: tokens of each target of an encoder-decoder; None for others.
         counts: by what the loss of each sequence is weighed in that of the row; None where the loss is not compared.
-        is_strict: whether a loss that differs is a failure, where outputs do not differ: the loss is known to be a
-            mean over labels, or over sequences.
     """
 
     alone: Sequence[Mapping[str, Any]]
@@ -50,7 +48,6 @@ class Trial:
     sizes: Sequence[int]
     target_sizes: Sequence[int] | None = None
     counts: Sequence[float] | None = None
-    is_strict: bool = False
 
 
 def trial_of(
@@ -59,6 +56,7 @@ def trial_of(
     *,
     device: torch.device | None = None,
     per_sequence: Iterable[str] = (),
+    believed: bool = False,
 ) -> Trial:
     """The trial of samples as ``RaggedBatch.from_samples`` takes them.
 
@@ -67,6 +65,7 @@ def trial_of(
         samples: the sequences.
         device: of the calls; the model's if None.
         per_sequence: fields of arrays with one entry per sequence.
+        believed: whether a loss of another author is compared too: as a mean over labels, or over sequences.
 
     Raises ``InputError`` for no sample. One without tokens is in the row alone.
     """
@@ -82,14 +81,12 @@ def trial_of(
     if targets and package_of(loss_author(model)[0]) == "ullage":
         # Ours takes -100 in padded targets for padding, and not in ragged ones.
         alone = [each | {name: _as_nested(each[name]) for name in targets} for each in alone]
-    counts, is_strict = counts_of(model, alone)
     return Trial(
         [moved(each, device) for each in alone],
         moved(packed, device),
         [length for length in packed["cu_seq_lens_q"].diff().tolist() if length],
         [len(sample[targets[0]]) for sample in samples] if targets else None,
-        counts,
-        is_strict,
+        counts_of(model, alone) if believed or is_loss_known(model) else None,
     )
 
 
@@ -137,20 +134,19 @@ def _is_empty(sample: Mapping[str, Tensor]) -> bool:
     return not next(iter(sample.values())).numel()
 
 
-def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[list[float] | None, bool]:
-    """By what the loss of each sequence is weighed, and whether that is known for certain.
+def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> list[float] | None:
+    """By what the loss of each sequence is weighed.
 
     None without labels, and where labels by token and by sequence meet in one call: their losses are added up.
     """
     per_sequence = [name for name in _BY_SEQUENCE if name in alone[0]]
-    is_known = is_loss_known(model)
     labels = [each.get("labels") for each in alone]
     if not all(isinstance(each, Tensor) for each in labels):
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
         of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
-        return ([1.0] * len(alone), is_known) if of_spans else (None, False)
+        return [1.0] * len(alone) if of_spans else None
     if per_sequence:
-        return None, False
+        return None
     shifts = loss_shifts(model)
     counts = []
     for value in labels:
@@ -159,7 +155,7 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
             counts.append(float(value.is_floating_point() or bool((value != IGNORED_LABEL).any())))
         else:
             counts.append(float((value[:, 1:] if shifts else value).ne(IGNORED_LABEL).sum()))
-    return counts, is_known
+    return counts
 
 
 def _as_nested(rows: Tensor) -> Tensor:

@@ -223,8 +223,8 @@ class Samples:
         """The calls of a proof: each sequence that has tokens by itself, and the row."""
         if self.by_sequence:
             row = [sample for sample in row if len(sample.input_ids)]
-        trial = trial_of(self.model, self.fields(row))
-        return replace(trial, is_strict=True, **({} if self.collate is None else {"packed": self._row(row)}))
+        trial = trial_of(self.model, self.fields(row), believed=True)
+        return trial if self.collate is None else replace(trial, packed=self._row(row))
 
     def for_trials(self) -> list[dict[str, Tensor]]:
         """Three sequences, as ``pack_model(model, verify=...)`` takes them."""

@@ -182,7 +182,9 @@ class LossTrial:
         finally:
             self._samples = uncut
         # A model that differs from itself may differ so from one call to the next.
-        self._limit = max(min(self._limits.loss, _HALF), min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST))
+        self._limit = max(
+            min(self._limits.loss, _HALF), min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST)
+        )
         by_rule = dict.fromkeys(f"{wanted[rule][0]:.6g} by {rule}" for rule in rules)
         self._numbers = f"{found[rules[-1].division == 'sum'][0]:.6g} together, {', '.join(by_rule)}"
         distance = {rule: _distance(found[rule.division == "sum"], wanted[rule]) for rule in rules}

@@ -223,6 +223,8 @@ class PackingProof:
             proof.seconds,
         )
         for part in proof.left_out:
+            if self._reader.found_loss is not None and part.startswith("the loss"):
+                continue
             _logger.info("the proof of packing leaves out %s", part)
         if proof.weak:
             _logger.warning(
