@@ -346,7 +346,7 @@ class Evaluator:
 
 
 def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether none comes after it; reads one ahead, as accelerate's loaders do: draws keep their order."""
+    """Each batch, and whether none comes after it; reads one ahead, as accelerate does, which orders what is drawn."""
     ahead: list[Any] = []
     for batch in batches:
         if ahead:
