@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import shutil
+from typing import Any
 
 import datasets
 import numpy as np
@@ -34,8 +35,9 @@ def tokenizer():
 
 
 def states():
-    _, keys, place, *_ = np.random.get_state()  # noqa: NPY002  the one that scripts draw from
-    held = (repr(random.getstate()).encode(), keys.tobytes() + bytes([place % 256]), torch.get_rng_state().numpy())
+    state: Any = np.random.get_state(legacy=False)["state"]  # noqa: NPY002  the one that scripts draw from
+    numpy = f"{state['key'].tolist()} {state['pos']}"
+    held = (repr(random.getstate()).encode(), numpy.encode(), torch.get_rng_state().numpy().tobytes())
     return [hashlib.sha1(each).hexdigest()[:12] for each in held]
 
 
@@ -71,7 +73,7 @@ class Masking:
         self.notes.add(
             "collate", [len(sample["input_ids"]) for sample in samples], self.generators and self.generators()
         )
-        random.random(), np.random.rand()  # noqa: NPY002
+        random.random(), np.random.rand()  # noqa: NPY002  # pyright: ignore[reportUnusedExpression]
         batch = self.inner(samples)
         self.notes.add("masked", batch["labels"].tolist())
         return batch
@@ -112,8 +114,13 @@ def run(
 
         monkeypatch.setattr(place, name, unnoted)
     set_seed(3)
-    chances = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    chances: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes, **chances))
     model.register_forward_pre_hook(lambda module, given: notes.add("forward", module.training))
     trainer_type, arguments_type = kinds
