@@ -64,3 +64,25 @@ def test_hybrid_context_parallel_is_refused_unless_it_is_the_old_name_of_dynamic
         check_fields(SimpleNamespace(hybrid_context_parallel=True))
     check_fields(SimpleNamespace(hybrid_context_parallel=True, dynamic_context_parallel=True))
     check_fields(SimpleNamespace(hybrid_context_parallel=False, anything=3))
+
+
+@pytest.mark.regression
+def test_a_balancing_loss_by_sequence_is_refused_because_a_packed_row_is_one_sequence_to_it():
+    """Megatron-LM 6115: with ``seq_aux_loss`` the router divides by the rows of a microbatch, and a packed one is 1."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def of_experts(kind, weight, **more):
+        sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4}
+        made = TransformerConfig(**sizes, moe_router_load_balancing_type=kind, moe_aux_loss_coeff=weight)
+        for name, value in more.items():
+            setattr(made, name, value)
+        return made
+
+    for kind, weight in (("seq_aux_loss", 0.1), (["aux_loss", "seq_aux_loss"], [0.0, 0.1])):
+        with pytest.raises(InputError, match=r"moe_router_load_balancing_type.*takes a packed row for one sequence"):
+            check_fields(of_experts(kind, weight))
+        check_fields(of_experts(kind, weight, thd_max_packed_sequences=1))  # a row is one sequence
+    check_fields(of_experts("seq_aux_loss", 0.0))
+    check_fields(of_experts("aux_loss", 0.1))
+    check_fields(of_experts(["seq_aux_loss", "global_aux_loss"], [0.0, 0.1]))
+    check_fields(SimpleNamespace(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1))  # no experts

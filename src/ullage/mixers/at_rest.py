@@ -9,10 +9,11 @@ asked for with ``torch.autograd.grad``, which runs no hook of an engine and leav
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ _DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.addmm, Tensor.matmul, Tensor.__matmul__}
 )
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: Where ``scaled_dot_product_attention`` takes its dropout, if it is given by place.
 _SDPA_DROPOUT = 4
 
@@ -54,7 +56,8 @@ def at_rest(model: nn.Module, *, training: bool) -> Iterator[Precision]:
     """
     precision = Precision()
     with ExitStack() as stack:
-        stack.enter_context(random_states_kept([each for each in _devices(model) if each.type == "cuda"]))
+        devices = [each for each in _devices(model) if each.type == "cuda"]
+        stack.enter_context(random_states_kept(devices, model.modules()))
         stack.enter_context(modules_kept(model))
         stack.enter_context(_numbers_kept(model))
         model.train(training)
@@ -67,15 +70,27 @@ def at_rest(model: nn.Module, *, training: bool) -> Iterator[Precision]:
 
 
 @contextmanager
-def random_states_kept(devices: list[torch.device] | None = None) -> Iterator[None]:
-    """Whatever is drawn within the block is drawn again afterwards; of the CPU, and of these ``devices``."""
+def random_states_kept(devices: list[torch.device] | None = None, holders: Iterable[Any] = ()) -> Iterator[None]:
+    """Whatever is drawn within the block is drawn again afterwards; of the CPU, and of these ``devices``.
+
+    ``holders``: collators, data sets, modules: their own generators, and those of what they wrap, do so too.
+    """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what data sets draw from
+    objects = [getattr(each, "__self__", each) for each in holders]  # a collator may be a method
+    for _ in range(2):
+        objects += [part for each in objects for part in getattr(each, "__dict__", {}).values()]
+    kept = [(each.__dict__, dict(each.__dict__)) for each in objects if isinstance(getattr(each, "__dict__", 0), dict)]
+    for values, before in kept:
+        values.update({name: copy.deepcopy(each) for name, each in before.items() if type(each) in _GENERATORS})
     with torch.random.fork_rng(devices=devices or []):
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+            for values, before in kept:  # one may have been made in the place of None
+                drawn = [name for name, each in values.items() if type(each) in _GENERATORS]
+                values.update({name: before.get(name) for name in drawn})
 
 
 @dataclass

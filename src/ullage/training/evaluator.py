@@ -122,7 +122,7 @@ class Evaluator:
             if batchwise:
                 metrics, problem = self._batch_by_batch(dataloader, evaluate, record, keep=description == "Prediction")
             else:
-                for inputs in dataloader:
+                for inputs, _ in _with_last(dataloader):
                     record.begin()
                     evaluate(inputs)
         except Exception as error:
@@ -199,7 +199,7 @@ class Evaluator:
         first = len(trainer.accelerator._models) == 0
         start = time.time()
         fsdp.shard_for_evaluation(trainer)
-        prepare(DataLoader([]), description, True)  # pyright: ignore[reportArgumentType]
+        prepare([], description, True)  # a DataLoader would draw a seed, and the batches other numbers than theirs
         model: Any = trainer.model_wrapped if first else trainer.model
         if not first:
             model = trainer._wrap_model(model, training=False)
@@ -346,7 +346,7 @@ class Evaluator:
 
 
 def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether none comes after it; reads one ahead."""
+    """Each batch, and whether none comes after it; reads one ahead, as accelerate does, which orders what is drawn."""
     ahead: list[Any] = []
     for batch in batches:
         if ahead:

@@ -88,6 +88,22 @@ def check_fields(config: Any) -> None:
                 found=value,
                 hint="leave it at its default",
             )
+    _refuse_balance_by_sequence(config)
+
+
+def _refuse_balance_by_sequence(config: Any) -> None:
+    """Raise ``InputError`` for a balancing loss of experts by sequence: the router takes a row for one sequence."""
+    kinds, weights = getattr(config, "moe_router_load_balancing_type", None), getattr(config, "moe_aux_loss_coeff", 0)
+    pairs = zip(kinds, weights, strict=False) if isinstance(kinds, (list, tuple)) else [(kinds, weights)]
+    asked = any(kind == "seq_aux_loss" and weight for kind, weight in pairs)
+    if asked and getattr(config, "num_moe_experts", None) and sequence_limit(config) != 1:
+        raise InputError(
+            "packing does not support a field of the config",
+            where="config.moe_router_load_balancing_type",
+            expected="'aux_loss' or 'global_aux_loss': 'seq_aux_loss' takes a packed row for one sequence",
+            found=kinds,
+            hint="or set its moe_aux_loss_coeff to 0, or thd_max_packed_sequences to 1",
+        )
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -115,5 +115,5 @@ class CollatedParts:
         if spare is None or self._most is None or number >= self.most_batches:
             return collated
         # A stream cannot be asked for a sample again, so one comes with the part.
-        with random_states_kept():  # the run is to draw the same as ranks that collate none
+        with random_states_kept(holders=[self.collate]):  # the run is to draw the same as ranks that collate none
             return replace(collated, stand_in=self.collate([spare]))

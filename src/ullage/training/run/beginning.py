@@ -81,7 +81,7 @@ def collated(
 ) -> RaggedBatch | None:
     """Samples of a training data set as the collator gives them; None if that is not known."""
     # Reading a sample may draw random numbers; the run is to draw the same as without this look.
-    with random_states_kept():
+    with random_states_kept(holders=[dataset, trainer.data_collator]):
         try:
             if type(dataset).__module__.startswith("datasets."):
                 dataset = trainer._remove_unused_columns(dataset)
@@ -162,7 +162,7 @@ def describe_data(dataset: Any, main_input: str) -> dict[str, Any]:
         return described
     described["length"] = len(dataset)
     if is_map:
-        with random_states_kept():
+        with random_states_kept(holders=[dataset]):
             try:
                 content = fingerprint(dataset)
                 if content:

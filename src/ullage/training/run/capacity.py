@@ -175,7 +175,8 @@ class CapacityFinder:
         """Put random states, buffers, modes and plain attributes of all modules back, and the trainer's own ones."""
         own, device = dict(vars(self._trainer)), self._trainer.args.device
         try:
-            with random_states_kept([device] if device.type == "cuda" else []), modules_kept(model):
+            devices = [device] if device.type == "cuda" else []
+            with random_states_kept(devices, model.modules()), modules_kept(model):
                 yield
         finally:
             for name in set(vars(self._trainer)) - set(own):

@@ -159,14 +159,12 @@ class Rehearsal:
         trained = trainer.model.training
         trainer.callback_handler = CallbackHandler([DefaultFlowCallback()], *parts)
         trainer.log = lambda *_, **__: None
-        args.dataloader_num_workers, args.dataloader_persistent_workers, args.dataloader_prefetch_factor = (
-            0,
-            False,
-            None,
-        )
+        vars(args).update(zip(loading, (0, False, None), strict=True))
+        given: Any = trainer.eval_dataset
+        holders = [trainer.data_collator, *(given.values() if isinstance(given, Mapping) else [given])]
         devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
         try:
-            with random_states_kept(devices):
+            with random_states_kept(devices, holders):
                 yield
         finally:
             forget_trace(trainer.model_wrapped)

@@ -122,8 +122,9 @@ class StepSharing:
         if packs or comes_with_it or len(part.batches) >= self._collate.most_batches:
             return part
         if self._stand_in is None:
-            with random_states_kept():  # the run is to draw the same as ranks that read none
-                (self._stand_in,) = self._loader.collate_fn([self._loader.dataset[0]]).batches
+            dataset, collate = self._loader.dataset, self._loader.collate_fn
+            with random_states_kept(holders=[dataset, collate]):  # the run is to draw the same as ranks that read none
+                (self._stand_in,) = collate([dataset[0]]).batches
         return replace(part, stand_in=self._stand_in)
 
     def number(self, sizes: Any) -> int:
