@@ -32,8 +32,7 @@ def test_the_first_epoch_is_drawn_again_as_it_was(tmp_path, kind):
 @pytest.mark.regression
 @pytest.mark.distributed
 def test_two_ranks_say_it_once(tmp_path):
-    kinds = ["LengthGroupedSampler", "RandomSampler", "seedable", "global batch"]
-    cases = [[kind, 1, packed] for kind in kinds for packed in (False, True)]
+    cases = [["LengthGroupedSampler", 1, False], ["RandomSampler", 1, True], ["seedable", 1, True]]
     first, second = on_ranks(2, order_script, tmp_path, cases, timeout=500)
     for case, mine, other in zip(cases, first, second, strict=True):
         counted = [mine["samples"].get(str(i), 0) + other["samples"].get(str(i), 0) for i in range(NUMBER)]
