@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ REFUSED = [
     ("--use_liger_kernel", "liger"),
     ("--report_to nonsense", "nonsense is not supported"),
     ("--report_to clearml", "clearml"),
-    ("--push_to_hub", ""),
+    ("--push_to_hub", "the run cannot begin (--push_to_hub): found"),
     # Said by the Trainer itself, when the folder is there.
     ("--model rnn_tanh-8 --dp 1 --packing_oversize split", "oversize"),
     ("--num_train_epochs 0 --max_steps -1", "the run has no step"),
@@ -119,6 +120,24 @@ def test_what_cannot_be_is_refused_in_one_line_and_the_folder_is_as_before(tmp_p
     assert "\n" not in str(error.value)
     assert not Path("runs/out/ullage_run.json").exists()
     assert not Path("runs").exists()
+
+
+@pytest.mark.regression
+def test_a_hub_out_of_reach_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    flags = ["--output_dir", tmp_path / "run", *TINY, "--push_to_hub", "--hub_token", "hf_none"]
+    with pytest.raises(InputError, match=r"^the run cannot begin \(--push_to_hub\): found .*\. Log in"):
+        train("--data", texts(tmp_path), *flags)
+
+
+@pytest.mark.regression
+def test_a_model_of_images_says_that_it_needs_pillow(tmp_path, monkeypatch):
+    chat = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a cat"}]
+    jsonl(tmp_path / "chats.jsonl", [{"messages": chat, "images": ["cat.png"]}] * 2)
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not there
+    with pytest.raises(InputError, match=r"^--model qwen2_5_vl needs pillow: pip install .*\[hf\]"):
+        train("--data", tmp_path / "chats.jsonl", "--model", "qwen2_5_vl", "--output_dir", tmp_path / "run")
 
 
 def test_a_refused_run_stands_in_nobodys_way(tmp_path):

@@ -222,3 +222,10 @@ def test_every_trainer_of_ours_has_a_method_and_keeps_its_name():
     trainers = {f"{name}Trainer" for name in METHODS.values()}
     assert trainers == {name for name in ours.__all__ if name.endswith("Trainer")}
     assert {_stopping(getattr(ours, name)).__name__ for name in trainers} == trainers
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_method_alone_is_said_to_lack_data(method):
+    with pytest.raises(UsageError, match=rf"TRL is given no data \(ullage trl {method}\): .*--help lists"):
+        verb(method, [])

@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import threading
+import timeit
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ullage.core.rows import read_row
 from ullage.mixers import is_packed
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way
+from ullage.mixers.wrappers import bare
 from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
@@ -324,3 +326,14 @@ def test_a_model_that_calls_another_part_is_refused():
     take_out(model)
     # A class of one's own is packed as a whole unless it is proved.
     assert str(pack_model(model).way) == "whole by lengths"
+
+
+@pytest.mark.regression
+def test_a_model_is_found_in_its_wrappers_and_at_once_without_any():
+    from accelerate.utils import compile_regions
+
+    model = torch.nn.Sequential(torch.nn.LSTM(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)] * 2))
+    for wrapped in (model, torch.nn.DataParallel(model), torch.compile(model), compile_regions(model)):
+        assert bare(wrapped) is model
+    # accelerate's own function takes longer: it reads the metadata of an installed package at each call.
+    assert min(timeit.repeat(lambda: bare(model), number=1, repeat=20)) < 1e-4

@@ -1,10 +1,12 @@
 """What recurrent models and their configurations say about input that they cannot use, each in one line."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from transformers import AutoConfig
 
 from ullage.core.errors import InputError
 from ullage.models import (
@@ -157,3 +159,22 @@ def test_configurations_that_make_no_model(config: Any, changes: dict[str, Any],
 def test_a_causal_model_refuses_to_run_backwards() -> None:
     with pytest.raises(InputError, match=r"runs in one direction \(RecurrentConfig\): expected bidirectional=False"):
         RecurrentForCausalLM(RecurrentConfig(bidirectional=True))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("kind", [RecurrentConfig, RecurrentEncoderDecoderConfig])
+def test_an_argument_that_a_configuration_does_not_know_is_an_error(kind, tmp_path):
+    for name, meant in {"num_layers": "num_hidden_layers", "cel": "cell"}.items():
+        with pytest.raises(InputError, match=rf"no such argument \({kind.__name__}\): found {name}. .* {meant}\?$"):
+            kind(**{name: 3})
+    known = {"architectures": ["x"], "dtype": "float32", "num_labels": 3, "return_dict": False, "name_or_path": "x",
+             "auto_map": {"a": "b"}, "output_hidden_states": True, "torch_dtype": "float32", "temperature": 0.5,
+             "transformers_version": "5.4.0", "attn_implementation": "eager"}  # fmt: skip
+    kind(**known).save_pretrained(tmp_path)
+    # What others have written into a file stays, as in those of transformers.
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 7, "hidden_size": 24}))
+    found = AutoConfig.from_pretrained(tmp_path)
+    assert (type(found), found.hidden_size, found.num_layers, found.num_labels) == (kind, 24, 7, 3)
+    assert kind(**found.to_dict()).to_dict() == found.to_dict()
+    assert kind.from_dict({"hidden_size": 24, "num_layers": 7}).hidden_size == 24

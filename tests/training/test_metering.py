@@ -243,3 +243,49 @@ def test_the_names_in_the_documentation_are_those_of_the_log():
     table = page.partition("## Trackers")[2].partition("\n## ")[0]
     named = set(re.findall(r"`train/(\w+)`", table))
     assert named >= PACKED
+
+
+class Taker(torch.nn.Module):
+    """A model of one's own over padded rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids, labels=None, **others):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(("name", "lengths"), [
+    ("lengths", torch.tensor([3, 7])), ("input_lengths", [3, 7]), ("lengths", torch.tensor([3 / 7, 1.0])), (None, None),
+])  # fmt: skip
+def test_padding_of_a_collator_of_ones_own_is_no_token(tmp_path, name, lengths):
+    def collate(rows):
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+        return {"input_ids": ids, "labels": ids} | ({} if name is None else {name: lengths})
+
+    rows = [{"input_ids": [5] * length, "labels": [5] * length} for length in (3, 7) * 2]
+    arguments = quiet(tmp_path, max_steps=2, per_device_train_batch_size=2, remove_unused_columns=False,
+                      train_sampling_strategy="sequential")  # fmt: skip
+    made = Trainer(Taker(), arguments, collate, rows)
+    made.train()
+    steps = [row for row in made.state.log_history if "loss" in row]
+    assert len(steps) == 2
+    if name is None or torch.as_tensor(lengths).is_floating_point():  # nothing tells padding from tokens
+        assert not any({"tokens_per_second", "padding_computed"} & set(row) for row in steps)
+    else:
+        assert [row["padding_computed"] for row in steps] == [round(1 - 10 / 14, 4)] * 2
+        assert made.meter.num_tokens == 20
+
+
+def test_features_are_counted_by_their_rows():
+    from ullage.training.batches.counting import knows_padding, marked_rows
+
+    features = torch.zeros(2, 7, 5)
+    assert marked_rows({"input_features": features, "lengths": [3, 7]}, "input_features") == (10, 14)
+    mask = torch.ones(2, 9)
+    assert marked_rows({"input_features": features, "attention_mask": mask}, "input_features") == (18, 18)
+    assert not knows_padding({"input_features": features}, "input_features", pad_token_id=0)
+    assert knows_padding({"input_ids": torch.zeros(1, 7), "position_ids": torch.arange(7)[None]}, "input_ids")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,9 @@ def trl(
             found=method,
             hint=f"without packing it is trl {method}" if _is_script(method) else None,
         )
+    if not given:
+        where, hint = f"ullage trl {method}", f"ullage trl {method} --help lists all arguments"
+        raise UsageError("TRL is given no data", where=where, expected="--dataset_name or --config", hint=hint)
     _set_environment(given)
     script, parser = _parser_of(method)
     parsed, of_recipe, of_call = _parse(parser, given)
@@ -93,10 +97,7 @@ def _scripts() -> Path:
 
 def _recipe(arguments: Sequence[str]) -> str | None:
     """The file that ``--config`` names."""
-    for word, after in zip(arguments, [*arguments[1:], None], strict=True):
-        if word == "--config":
-            return after
-    return None
+    return next((after for word, after in pairwise(arguments) if word == "--config"), None)
 
 
 def _set_environment(arguments: Sequence[str]) -> None:

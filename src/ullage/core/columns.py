@@ -32,6 +32,8 @@ from ullage.core.layout import Int64, Layout
 #: The label that no loss counts.
 IGNORED_LABEL = -100
 LABEL_NAMES = ("labels", "shift_labels")
+#: Parameters of models that take padded rows and the length of each.
+LENGTHS_NAMES = ("input_lengths", "lengths")
 #: Fields that hold places in a row, counted from its first token: the answer to a question, the token of a class.
 POSITION_NAMES = ("start_positions", "end_positions", "cls_index")
 #: Fields of images and clips, as the processors of transformers name them: whole names, and beginnings of names.

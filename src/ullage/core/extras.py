@@ -54,6 +54,7 @@ MODULES = {
     "huggingface_hub": Package("huggingface_hub", "hf"),
     "tokenizers": Package("tokenizers", "hf"),
     "pyarrow": Package("pyarrow", "hf"),
+    "PIL": Package("pillow", "hf", "10"),
     "deepspeed": Package("deepspeed", "deepspeed", "0.16"),
     "megatron": Package("megatron-core", "megatron", "0.16"),
     "trl": Package("trl", "trl", "1"),

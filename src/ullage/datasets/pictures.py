@@ -170,6 +170,7 @@ def load_processor(folder: str | os.PathLike[str], **options: Any) -> Any:
     ``options``: of ``from_pretrained``. Raises ``InputError`` where there is none.
     """
     with needed_by("ullage.datasets.load_processor"):
+        import PIL  # noqa: F401  (without it transformers fails at a name of its own)
         import transformers
         from transformers.utils.import_utils import is_torchvision_available
 

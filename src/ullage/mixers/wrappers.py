@@ -24,6 +24,10 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(model: Any) -> nn.Module:
+    # Every wrapper holds its model under one of these names. accelerate reads the metadata of an installed package at
+    # each call, which takes about a millisecond.
+    if not hasattr(model, "module") and not hasattr(model, "_orig_mod"):
+        return model
     try:
         from accelerate.utils import extract_model_from_parallel
     except ModuleNotFoundError:  # the audit needs torch and transformers alone: there are torch's own wrappers only

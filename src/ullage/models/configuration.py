@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import dataclasses
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
 
 from transformers import PretrainedConfig
 
@@ -13,7 +15,26 @@ from ullage.models.cells import cell_class
 POOLINGS = ("last", "mean", "attention")
 
 
-class RecurrentConfig(PretrainedConfig):
+class StrictConfig(PretrainedConfig):
+    """Configuration that takes no argument it does not know; of a file it takes what others have written into it."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        return super().from_dict({"model_type": cls.model_type, **config_dict}, **kwargs)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if "model_type" in kwargs:  # which configurations write, and nobody else gives
+            return
+        fields = [field.name for field in dataclasses.fields(self)]
+        # transformers uses up what it knows, or has a property for it, and sets anything else as an attribute.
+        for name in vars(self).keys() & kwargs.keys() - {"auto_map", *dir(type(self))}:
+            near = get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else None
+            raise InputError("no such argument", where=type(self).__name__, found=name, hint=hint)
+
+
+class RecurrentConfig(StrictConfig):
     """Configuration of every recurrent model except the encoder-decoder.
 
     Attributes:
@@ -30,7 +51,7 @@ class RecurrentConfig(PretrainedConfig):
         initializer_range: standard deviation of the initial embeddings and linear layers; cells draw their own
         use_cache: return final states outside of training
 
-    Raises ``InputError`` for a cell that is not registered and for sizes of no possible model.
+    Raises ``InputError`` for a cell that is not registered, for sizes of no possible model and unknown arguments.
     """
 
     model_type = "ullage_recurrent"

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
 from ullage.core.batch import RaggedBatch
@@ -22,7 +21,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError, require_one_of
 from ullage.models.causal_lm import next_token_loss
 from ullage.models.cells import Cell
-from ullage.models.configuration import RecurrentConfig
+from ullage.models.configuration import RecurrentConfig, StrictConfig
 from ullage.models.decoder_attention import ATTENTIONS, Blocks, DecoderAttention
 from ullage.models.generation import RecurrentGenerationMixin, begins_with
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel, require_tokens
@@ -147,7 +146,7 @@ def _end_to_end(nested: Rows) -> tuple[Tensor, Tensor]:
 _SHARED = ("cell", "vocab_size", "hidden_size", "dropout", "residual", "layer_norm", "initializer_range", "use_cache")
 
 
-class RecurrentEncoderDecoderConfig(PretrainedConfig):
+class RecurrentEncoderDecoderConfig(StrictConfig):
     """Configuration of :class:`RecurrentEncoderDecoder`; what is not listed is as in :class:`RecurrentConfig`.
 
     Attributes:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL
+from ullage.core.columns import IGNORED_LABEL, LENGTHS_NAMES
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
@@ -494,7 +494,7 @@ def missing_labels(label_names: list[str], parameters: list[str], fields: list[s
             found=f"a batch of {fields}",
             hint=f"set label_names={present or ['<your labels>']} in TrainingArguments",
         )
-    known = {main_input, "attention_mask", "input_lengths", "lengths", "position_ids", "token_type_ids"}
+    known = {main_input, "attention_mask", *LENGTHS_NAMES, "position_ids", "token_type_ids"}
     named = [name for name in parameters[1:] if name in fields and name not in known]
     candidates = named or [name for name in fields if name not in known and name != next(iter(parameters), None)]
     return InputError(

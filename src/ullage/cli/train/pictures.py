@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ullage.core.errors import InputError, UsageError
+from ullage.core.extras import needed_by
 from ullage.datasets.chats import chat_column, use_template
 from ullage.datasets.picture_chats import IMAGE_COLUMNS, PICTURE_COLUMNS, picture_chat
 from ullage.datasets.pictures import load_processor, without_clips
@@ -121,8 +122,10 @@ def processor_for(command: TrainCommand, rows: Sequence[Any], folder: Path | Non
 
 
 def _new_processor(rows: Sequence[Any]) -> Any:
-    from transformers import Qwen2_5_VLProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    with needed_by(f"--model {PICTURES}"):
+        import PIL  # noqa: F401  (without it transformers fails at a name of its own)
+        from transformers import Qwen2_5_VLProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes = {"shortest_edge": _LEAST, "longest_edge": _MOST}
     images = Qwen2VLImageProcessorPil(patch_size=_PATCH, merge_size=_MERGED, temporal_patch_size=1, size=sizes)

@@ -236,7 +236,9 @@ def _trainer(
     given: dict[str, Any] = {"model": model, "train_dataset": training, "eval_dataset": held_out}
     given |= {"processing_class": processor, "data_collator": RaggedCollator()}
     trainer: Trainer
-    with one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
+    # Errors of the hub are of any kind; the trainer makes the repository when it is made.
+    hub = one_line_of(CANNOT_BEGIN, where="--push_to_hub", hint="log in with hf auth login, or leave it out")
+    with hub if arguments.push_to_hub else contextlib.nullcontext(), one_line_of(CANNOT_BEGIN, kinds=REFUSALS):
         trainer = _parallel_trainer(command, **given) if command.parallel.asked else Trainer(args=arguments, **given)
     # Both print what ours shows, once more.
     for callback in (PrinterCallback, ProgressCallback):

@@ -5,6 +5,7 @@ Everything here looks at a batch as the dataloader gave it, on the host, before 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL, POSITION_NAMES
+from ullage.core.columns import IGNORED_LABEL, LENGTHS_NAMES, POSITION_NAMES
 from ullage.core.errors import InputError
 from ullage.training.batches.amounts import amounts_of
 from ullage.training.batches.targets import num_tokens_each
@@ -41,24 +42,42 @@ def num_tokens(inputs: Any, main_input: str, pad_token_id: int | None = None) ->
         return value.values().shape[0] if value.layout == torch.jagged else sum(len(row) for row in value.unbind())
     # Padded rows: the batch's own marks first; the tokenizer's padding id only where there are none, as it may be a
     # real token.
-    mask = value_of(inputs, "attention_mask")
-    if isinstance(mask, Tensor) and (mask.ndim == 2 or mask.shape == value.shape):  # rows of choices [N, C, L]
-        return int((mask != 0).sum())
-    lengths = value_of(inputs, "input_lengths")
-    if lengths is not None:
-        return int(sum(int(length) for length in lengths))
-    if pad_token_id is not None and value.ndim == 2 and not knows_padding(inputs, main_input):
+    told = marked_rows(inputs, main_input)
+    if told is not None:
+        return told[0]
+    if not knows_padding(inputs, main_input) and knows_padding(inputs, main_input, pad_token_id):
         return int((value != pad_token_id).sum())
     return value.numel()
 
 
-def knows_padding(inputs: Any, main_input: str) -> bool:
-    """Whether a batch says by itself which elements of its main input are padding; one without it has none."""
-    value = value_of(inputs, main_input)
-    if not isinstance(value, Tensor) or value.is_nested or value.is_floating_point():
+def marked_rows(inputs: Any, main_input: str) -> tuple[int, int] | None:
+    """Real tokens of padded rows, and their places, as a mask or lengths in the batch tell; None without these."""
+    value, mask = value_of(inputs, main_input), value_of(inputs, "attention_mask")
+    if isinstance(inputs, RaggedBatch) or not isinstance(value, Tensor) or value.is_nested:
+        return None
+    if isinstance(mask, Tensor) and (mask.ndim == 2 or mask.shape == value.shape):  # rows of choices [N, C, L]
+        return int((mask != 0).sum()), mask.numel()
+    for name in LENGTHS_NAMES:
+        # Others' batches may hold anything of this name, such as parts of the longest row: that tells nothing.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            lengths = torch.as_tensor(value_of(inputs, name))
+            is_told = lengths.shape == value.shape[:1] and not lengths.is_floating_point() and value.ndim > 1
+            if is_told and int(lengths.max()) <= value.shape[1]:
+                return int(lengths.sum()), value.shape[0] * value.shape[1]
+    return None
+
+
+def knows_padding(inputs: Any, main_input: str, pad_token_id: int | None = None) -> bool:
+    """Whether padding in the main input can be told from tokens: by the batch itself, or by the id of padding."""
+    value = inputs if isinstance(inputs, (Tensor, RaggedBatch)) else value_of(inputs, main_input)
+    if not isinstance(value, Tensor) or value.is_nested or value.ndim < 2:
         return True
-    named = ("attention_mask", "input_lengths", "cu_seq_lens_q")
-    return any(value_of(inputs, name) is not None for name in named)
+    if marked_rows(inputs, main_input) is not None:
+        return True
+    in_one_row = len(value) == 1 and value_of(inputs, "position_ids") is not None  # several sequences end to end
+    if in_one_row or value_of(inputs, "cu_seq_lens_q") is not None:
+        return True
+    return pad_token_id is not None and value.ndim == 2 and not value.is_floating_point()
 
 
 def num_padded_tokens(inputs: Any, main_input: str) -> int:

@@ -25,15 +25,13 @@ import ullage.attention as packed_attention
 from ullage.attention.heads import loss_shifts, package_of, spans_sequences
 from ullage.attention.support import PADDING_FREE
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL, LABEL_NAMES, fill_value, holding_ignored
+from ullage.core.columns import IGNORED_LABEL, LABEL_NAMES, LENGTHS_NAMES, fill_value, holding_ignored
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout, ranges
 from ullage.core.rows import read_row
 from ullage.mixers.wrappers import bare, has_learned_prompt
 
 logger = logging.get_logger(__name__)
-
-_LENGTHS_NAMES = ("input_lengths", "lengths")
 
 
 def form_of(model: nn.Module) -> str:
@@ -81,7 +79,7 @@ def padded_form(model: nn.Module) -> str:
     """The form in which a bare model takes padded rows: with lengths, with a mask, or ``rows`` alone."""
     parameters = inspect.signature(model.forward).parameters
     return next(
-        (name for name in _LENGTHS_NAMES if name in parameters), "mask" if "attention_mask" in parameters else "rows"
+        (name for name in LENGTHS_NAMES if name in parameters), "mask" if "attention_mask" in parameters else "rows"
     )
 
 
@@ -278,7 +276,7 @@ def _padded_rows(inputs: Mapping[str, Any], main_input: str) -> SampleRows:
         # argmax of a mask is the first real position: 0 for padding on the right.
         host = (mask != 0).cpu().numpy()
         return SampleRows(num, None, None, tuple(host.argmax(1).tolist()), tuple(host.sum(1).tolist()), width)
-    for name in _LENGTHS_NAMES:
+    for name in LENGTHS_NAMES:
         if name in inputs:
             lengths = tuple(int(length) for length in inputs[name])
             return SampleRows(num, None, None, (0,) * num, lengths, width)

@@ -292,14 +292,18 @@ class BatchReader:
         pad_token_id = getattr(self._trainer.processing_class, "pad_token_id", None)
         return counting.num_tokens(inputs, self.main_input, pad_token_id)
 
+    def knows_padding(self, inputs: Any) -> bool:
+        """Whether padding can be told from tokens; where it cannot, :meth:`num_tokens` counts it too."""
+        pad_token_id = getattr(self._trainer.processing_class, "pad_token_id", None)
+        return counting.knows_padding(inputs, self.main_input, pad_token_id)
+
     def num_tokens_seen(self, inputs: Any) -> int:
         """Tokens of a batch as ``include_num_input_tokens_seen`` asks for them: the real ones, or all in memory."""
         trainer = self._trainer
         # True, given after the arguments were made, is all.
         if trainer.args.include_num_input_tokens_seen != "non_padding" and not counting.is_ragged(inputs):
             return counting.num_elements(inputs, self.main_input)
-        is_told = getattr(trainer.processing_class, "pad_token_id", None) is not None
-        if not is_told and not counting.knows_padding(inputs, self.main_input) and trainer.is_world_process_zero():
+        if not self.knows_padding(inputs) and trainer.is_world_process_zero():
             logger.warning_once(
                 "padding cannot be told from tokens, so all count as tokens: the batch has no attention_mask, and the "
                 "Trainer no processing_class with a pad_token_id"

@@ -87,6 +87,14 @@ class SampleIndices:
         """The indices of the batch drawn now; ``None`` where they are not known."""
         return None if self._batches is None else self._batches.next_batch()
 
+    @property
+    def drawn_by(self) -> str:
+        """The class of the sampler that orders the samples."""
+        found = getattr(self._batches, "_sampler", None)
+        while (inner := getattr(found, "batch_sampler", getattr(found, "sampler", None))) is not None:
+            found = inner
+        return type(found).__name__
+
     def index_of(
         self,
         indices: list[int] | None,

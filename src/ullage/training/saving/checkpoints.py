@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.core.manifest import manifest_name
 from ullage.checkpoint.core.paths import is_remote
-from ullage.core.errors import CheckpointError
+from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.core.replacing import replaced
+from ullage.mixers.wrappers import bare
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
@@ -81,6 +83,9 @@ class WholeCheckpointMixin(_Base):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' loop; with ``async_save``, no save outlasts it."""
+        is_whole = not self.is_deepspeed_enabled and not self.is_fsdp_enabled and sharding_of(self.model) is None
+        if self.args.save_strategy != "no" and is_whole and has_added_adapters(self.model):
+            require_saved(self.model)
         if self._background is None:
             self._background = BackgroundSave(self)
         with self._background.run():
@@ -252,8 +257,20 @@ def load_renamed(model: Any, checkpoint: Path) -> bool:
     """Load a model's weights where the checkpoint has other names for them; returns whether it does.
 
     transformers keeps the experts of a layer in one tensor, and saves each by itself. Its Trainer loads by the names in
-    memory, finds none, and would go on with the experts as they were drawn.
+    memory, finds none, and would go on with the experts as they were drawn. Of a model with ``add_adapter`` it saves
+    the active adapter alone, and finds no model when it loads.
     """
+    file = checkpoint / "adapter_model.safetensors"
+    if has_added_adapters(model) and file.is_file():
+        from peft import set_peft_model_state_dict
+
+        model = bare(model)
+        weights = {name.removeprefix("base_model.model."): each for name, each in load_file(file).items()}
+        loaded = set_peft_model_state_dict(model, weights, model.active_adapters()[0])
+        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        if strange := [*loaded.unexpected_keys, *trained.intersection(loaded.missing_keys)]:
+            raise CheckpointError("this is another adapter than the model's", where=str(file), found=listed(strange))
+        return True
     files = sorted(checkpoint.glob("model*.safetensors"))
     if not isinstance(model, PreTrainedModel) or not files:
         return False
@@ -267,6 +284,25 @@ def load_renamed(model: Any, checkpoint: Path) -> bool:
     found = type(model).from_pretrained(checkpoint, dtype=model.dtype, attn_implementation="eager")
     model.load_state_dict(found.state_dict())
     return True
+
+
+def has_added_adapters(model: Any) -> bool:
+    """Whether a model of transformers has adapters by its own ``add_adapter``."""
+    return bool(getattr(bare(model), "_hf_peft_config_loaded", False))
+
+
+def require_saved(model: Any) -> None:
+    """Raise ``InputError`` for a model with ``add_adapter`` that trains what its checkpoints would not hold."""
+    model = bare(model)
+    held = {each.data_ptr() for each in model.get_adapter_state_dict().values()}
+    more = [name for name, each in model.named_parameters() if each.requires_grad and each.data_ptr() not in held]
+    if more or len(model.active_adapters()) > 1:
+        raise InputError(
+            "checkpoints of a model with add_adapter hold one adapter, and more is trained",
+            where=f"{type(model).__name__}, adapter {model.active_adapters()[0]!r}",
+            found=listed(more or model.active_adapters()),
+            hint="take modules_to_save of the adapter, or peft.get_peft_model, or set save_strategy='no'",
+        )
 
 
 def _require_written(place: Path) -> None:

@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import logging
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,14 @@ _logger = logging.getLogger(__name__)
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
 #: each rank, the number of ``workers`` that read a stream, and of the ``epoch`` if transformers computes another.
 _DRAWN = "ullage_batches_drawn"
+#: Beside it, the number of ranks and a checksum of the order of what the first one has drawn in the epoch.
+_ORDER = "ullage_order_drawn"
+_OTHER_ORDER = (
+    "%s has drawn another order of samples than the one that the checkpoint is in the middle of: in this epoch some "
+    "are trained on twice and some never. Unless data or batches were changed on purpose: a sampler with a generator "
+    "draws each epoch by seed and number under packing_global_batch_size=..., one of your own may do so in its "
+    "set_epoch(epoch), and save_strategy='epoch' saves where no order is begun."
+)
 
 
 @dataclass
@@ -142,6 +151,8 @@ class Epoch:
         steps_before: of the run before this epoch, as transformers counts them.
         recorded: skipped batches of this rank whose indices were recorded before those of the first one drawn.
         ahead: batches of this rank that are still to be skipped, because a step before the checkpoint took them.
+        order: a checksum of the indices of this rank's batches; -1 where some are not known.
+        order_before: that of the skipped ones when they were trained on; -1 where it is not known.
         ended: whether no rank draws any further step.
     """
 
@@ -152,6 +163,8 @@ class Epoch:
     steps_before: int = 0
     recorded: int = 0
     ahead: int = 0
+    order: int = 0
+    order_before: int = -1
     ended: bool = False
 
     @classmethod
@@ -193,8 +206,8 @@ class StepSource:
         self._has_warned_of_unused = False
 
     def begin_run(self) -> None:
-        """Forget what an earlier run has warned of."""
-        self._has_warned_of_unused = False
+        """Forget what an earlier run has warned of, and its dataloader."""
+        self._has_warned_of_unused, self._indices = False, None
 
     def read_from(self, loader: Any, dataset: Any, most: int) -> Any:
         """The training dataloader over ``dataset``, whose indices are recorded from now on.
@@ -317,12 +330,15 @@ class StepSource:
         epochs_trained: int = 0,
         steps_trained_in_current_epoch: int = 0,
         num_update_steps_per_epoch: int = 0,
+        train_dataloader: Any = None,
         **others: Any,
     ) -> Epoch:
         """The beginning of an epoch: at its first batch, or behind those that were trained on before a checkpoint."""
+        if self._indices is None:  # of a trainer that makes its own
+            self._indices = SampleIndices(train_dataloader)
         rank, number = data_ranks(self._trainer.model, self._trainer.args)
         begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
-        drawn = self._kept.pop(_DRAWN, None)
+        drawn, (ranks, order) = self._kept.pop(_DRAWN, None), self._kept.pop(_ORDER, (0, -1))
         if self._sharing.is_on:  # every rank draws one part a step, whatever it drew before
             drawn = None
         self._sharing.resume(0)
@@ -331,6 +347,7 @@ class StepSource:
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
         # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = steps_trained_in_current_epoch
+        begun.order_before = order if ranks == number and self._trainer.args.process_index == 0 else -1
         self._sharing.resume(begun.recorded)
         begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
         begun.given[:] = begun.steps
@@ -346,6 +363,7 @@ class StepSource:
         """Count a step that was drawn, and keep for a checkpoint what transformers would not find again."""
         state = self._trainer.state
         epoch.steps += 1
+        self._kept[_ORDER] = [len(epoch.given), epoch.order]
         elsewhere = epoch.steps_before + epoch.steps != state.global_step + 1
         # What is resumed skips one batch a step; this says which ranks are further, or have ended, and how many read
         # a stream.
@@ -408,10 +426,15 @@ class StepSource:
     def _next_indices(self, epoch: Epoch) -> list[int] | None:
         """The indices of the samples of the batch drawn now; None where they are not known."""
         # The indices of skipped batches come first; the last ones popped are those of this batch.
-        indices = None
-        for _ in range(epoch.recorded + 1):
-            indices = None if self._indices is None else self._indices.next_batch()
-        epoch.recorded = 0
+        assert self._indices is not None
+        indices: list[int] | None = None
+        for left in range(epoch.recorded, -1, -1):
+            if left == 0 and -1 not in (epoch.order, epoch.order_before) and epoch.order != epoch.order_before:
+                _logger.warning(_OTHER_ORDER, self._indices.drawn_by)
+            indices = self._indices.next_batch()
+            is_known = indices is not None and epoch.order != -1
+            epoch.order = zlib.crc32(str(indices).encode(), epoch.order) if is_known else -1
+        epoch.recorded, epoch.order_before = 0, -1
         return indices
 
     def _draw_part(self, epoch: Epoch, iterator: Iterator[Any]) -> tuple[SharedPart, Exception | None]:
@@ -533,11 +556,14 @@ class StepSource:
     # Counting together.
 
     def _count_batch(self, batch: Any) -> None:
-        form = self._reader.form if isinstance(batch, RaggedBatch) else None
+        reader, main_input = self._reader, self._reader.main_input
+        if (told := counting.marked_rows(batch, main_input)) is not None:
+            self._meter.add(*told, told[1])
+            return
         self._meter.add(
-            self._reader.num_tokens(batch),
-            counting.num_elements(batch, self._reader.main_input, form),
-            counting.num_padded_tokens(batch, self._reader.main_input),
+            reader.num_tokens(batch) if reader.knows_padding(batch) else math.nan,
+            counting.num_elements(batch, main_input, reader.form if isinstance(batch, RaggedBatch) else None),
+            counting.num_padded_tokens(batch, main_input),
         )
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:

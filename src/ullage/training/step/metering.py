@@ -6,6 +6,7 @@ docs/training.md lists every name with its meaning and unit.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -97,7 +98,8 @@ class TokenMeter:
     Each rank counts its own batches; :meth:`rates` and :meth:`closing` add them up.
 
     ``num_tokens`` and ``num_padded_tokens`` are those of all ranks in the whole run, up to the last log: real tokens,
-    and the elements of the same batches if padded to their longest sequences. ``left_out``: see :class:`LeftOut`.
+    and the elements of the same batches if padded to their longest sequences. Tokens between two logs do not count if
+    a batch did not tell them from padding. ``left_out``: see :class:`LeftOut`.
     ``times``: since the last log, added to by whoever makes the steps. ``plan``: of the last packed step, None before.
     """
 
@@ -138,11 +140,11 @@ class TokenMeter:
         self.times = StepTimes()
         self._began = time.perf_counter()
 
-    def add(self, tokens: int, computed: int, padded: int, capacity: int = 0, flops: float = 0.0) -> None:
+    def add(self, tokens: float, computed: int, padded: int, capacity: int = 0, flops: float = 0.0) -> None:
         """Count a batch of this rank.
 
         Args:
-            tokens: real tokens.
+            tokens: real tokens; NaN where the batch does not tell them from padding.
             computed: elements that the model is given, padding included.
             padded: elements of the batch if padded to its longest sequence.
             capacity: slots that the batch could have had; 0 where nothing is packed.
@@ -180,8 +182,8 @@ class TokenMeter:
         imbalances, taken, seconds = self._imbalances, self._taken, time.perf_counter() - self._began
         tokens, computed, _, capacity, flops, *times, steps = self._reduce()
         rates: dict[str, float] = {}
-        # Nothing may have been trained since the last log; the ratios would then divide by zero.
-        if tokens:
+        # Nothing may have been trained since the last log; the ratios would then divide by zero. NaN is not known.
+        if tokens > 0:
             rates["tokens_per_second"] = round(tokens / seconds, 1)
             rates["padding_computed"] = round(1 - tokens / computed, 4)
         if tokens and imbalances:
@@ -224,7 +226,7 @@ class TokenMeter:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         counts = sums.tolist()
-        self.num_tokens += int(counts[0])
+        self.num_tokens += 0 if math.isnan(counts[0]) else int(counts[0])
         self._num_computed += int(counts[1])
         self.num_padded_tokens += int(counts[2])
         self._begin_interval()
