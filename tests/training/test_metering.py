@@ -17,12 +17,12 @@ from tests.support.small_runs import logged, quiet
 from tests.training.test_trainer import language_model
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.planning import plan
+from ullage.planning import TransformerCost, plan
 from ullage.report.run import read_run
 from ullage.training import RaggedCollator, Trainer
 from ullage.training.run.run_log import RunLog
 from ullage.training.step import metering
-from ullage.training.step.metering import TokenMeter
+from ullage.training.step.metering import TokenMeter, cost_of
 
 SAMPLES = [{"input_ids": [3] * 9, "labels": [3] * 9}, {"input_ids": [4], "labels": [4]}]
 #: What is logged of a packed run with a peak and a treatment of long sequences, beside transformers' own names.
@@ -243,3 +243,20 @@ def test_the_names_in_the_documentation_are_those_of_the_log():
     table = page.partition("## Trackers")[2].partition("\n## ")[0]
     named = set(re.findall(r"`train/(\w+)`", table))
     assert named >= PACKED
+
+
+class Unreadable:
+    """A configuration that raises whatever is read."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} differs by layer")
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("entries", [{"intermediate_size": [8, 8, 8]}, {"num_attention_heads": "four"}, {}])
+def test_an_estimate_ends_no_run(entries):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    model.config = SimpleNamespace(**{**model.config.to_dict(), **entries}) if entries else Unreadable()
+    number = sum(each.numel() for each in model.parameters())
+    assert cost_of(model) == TransformerCost(linear=2 * number, quadratic=0)
