@@ -149,9 +149,9 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> tuple[lis
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
         of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
         return ([1.0] * len(alone), is_known) if of_spans else (None, False)
-    if per_sequence:
-        return None, False
     shifts = loss_shifts(model)
+    if per_sequence or (shifts is None and not works_by_sequence(model)):
+        return None, False
     counts = []
     for value in labels:
         assert isinstance(value, Tensor)
