@@ -1,7 +1,7 @@
 """One packed step of the Trainer for every type that the audit knows: trained, refused with its reason, or neither.
 
 A tiny model of each type trains one step of several packed microbatches, on text, or on text with images. Loss and
-gradient norm are compared with those of its sequences alone and with a padded step of the same Trainer
+gradient norm are compared with those of its sequences alone, or else with a padded step of the same Trainer
 (``tests/support/every_type.py``). Each type runs in a forked child of its own, within a time limit, and the record is
 written after each: ``--resume`` goes on with what is missing. An error that is not one of ullage's is a defect, and so
 is a type that is refused and was not in the record given as ``--before``: the command then ends with status 1.
@@ -25,6 +25,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
+import deepspeed  # noqa: F401  once, and not in each child
 import torch
 import transformers
 import typer

@@ -58,7 +58,7 @@ def alone(kind, name):
         if count:
             part = model(**keywords).loss * count / sum(counts)
             part.backward()
-            total += float(part)
+            total += part.item()
     norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
     return total, float(torch.stack(norms).norm())
 
@@ -102,6 +102,8 @@ def verdict(kind, name, folder):
                 found[f"no {way}"] = f"{type(error).__name__}: {first_line(error)[:200]}"
                 continue
             found[way] = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip((loss, norm), expected, strict=True))
+            if found[way] <= BOUND:
+                break  # the padded step is asked where the other one differs
     differences = [found[way] for way in ("alone", "padded") if way in found]
     # Some pad in another way than they train alone: the packed step has to be one of the two.
     return {"verdict": "trained" if min(differences, default=2.0) <= BOUND else "differs", **found}

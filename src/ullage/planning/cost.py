@@ -193,8 +193,8 @@ def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
             raise InputError(f"a cost's {name} must be a finite number", expected=">= 0", found=repr(value))
 
 
-#: Models beside Gemma's whose MLP multiplies a gate in, three matrices and not two, with another activation than SiLU.
-_GATED = frozenset(["glm", "olmo_hybrid"])
+#: Models, by a part of their names, whose MLP multiplies a gate in, three matrices and not two, without SiLU.
+_GATED = ("gemma", "glm", "olmo_hybrid")
 #: Models of experts alike: each token goes through the same number of them.
 _EXPERTS = frozenset(["mixtral", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"])
 
@@ -246,9 +246,8 @@ def _layer_terms(field: Callable[..., Any], hidden: int) -> tuple[int, int]:
     # Grouped-query attention has fewer heads for keys and values; without the field there are as many.
     keys = field("num_key_value_heads", default=heads)
     inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    gated = (
-        "gemma" in kind or kind in _GATED or field("hidden_act", "activation_function", default="") in ("silu", "swish")
-    )
+    activation = field("hidden_act", "activation_function", default="")
+    gated = activation in ("silu", "swish") or any(each in kind for each in _GATED)
     # Weights of one MLP per element of its inner dimension: up and down, and the gate.
     matrices = (3 if gated else 2) * hidden
     experts = field("num_experts", "num_local_experts", "n_routed_experts", default=0)
