@@ -250,3 +250,43 @@ def test_a_rank_with_text_alone_waits_for_no_other():
         for model_type, (expected, *others) in found.items():
             for other in others:
                 assert other == pytest.approx(expected, rel=1e-5), model_type
+
+
+def _any(self, *args, **kwargs):
+    return super(type(self), self).get_image_features(*args, **kwargs)
+
+
+def _named_first(self, pixel_values, *args, **kwargs):
+    return super(type(self), self).get_image_features(pixel_values, *args, **kwargs)
+
+
+def _with_default(self, pixel_values, *args, scale=1.0, **kwargs):
+    return super(type(self), self).get_image_features(pixel_values * scale, *args, **kwargs)
+
+
+def _renamed(self, pixels, grid=None, /, **kwargs):
+    return super(type(self), self).get_image_features(pixels, grid, **kwargs)
+
+
+def _only_keywords(self, **kwargs):
+    return super(type(self), self).get_image_features(**kwargs)
+
+
+def _by_keyword(self, *, pixel_values, **kwargs):
+    return super(type(self), self).get_image_features(pixel_values=pixel_values, **kwargs)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [
+        *(("qwen2_5_vl", own) for own in (_any, _named_first, _with_default, _renamed)),  # which calls it by place
+        *(("mistral3", own) for own in (_any, _with_default, _only_keywords, _by_keyword)),  # by name, image by image
+    ],
+)
+def test_features_of_ones_own_get_what_the_model_gives_them(model_type, own):
+    model, samples = made(model_type, images=(1, 0, 2), clips=False)
+    model.model.__class__ = type("Own", (type(model.model),), {"get_image_features": own})
+    logits, _ = alone(model, samples)
+    with pack_model(model), torch.no_grad():
+        require_near(model(**row_of(samples)).logits[0], logits, 1e-10)

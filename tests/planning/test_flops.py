@@ -93,3 +93,21 @@ def test_forward_flops_of_tower_and_text(model_type: str, apart: float) -> None:
     batch = RaggedBatch.from_samples([sample])
     found = MultimodalCost.from_config(model.config)(batch.layout.lengths, amounts_of(batch, model.config))
     assert found[0] == pytest.approx(counter.get_total_flops(), rel=apart or 1e-12)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize(
+    ("model_type", "apart"), [("gemma4_text", 0.0), ("gemma4_unified_text", 0.0), ("gemma3n_text", 0.15)]
+)
+def test_flops_of_layers_that_differ_are_added_up(model_type: str, apart: float) -> None:
+    """Gemma 4 has heads of two sizes, Gemma 3n a list of MLP sizes and low-rank detours, which have no formula."""
+    model = tiny_model(model_type, "causal")
+    model.set_attn_implementation("eager")
+    if model_type == "gemma3n_text":
+        model.config.intermediate_size = [96, 64, 32, 96]
+        model = type(model)(model.config).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros((1, 40), dtype=torch.long), use_cache=False)
+    cost = TransformerCost.from_config(model.config)
+    assert cost.flops(40, 1600) == pytest.approx(counter.get_total_flops(), rel=apart or 1e-12)
+    assert TransformerCost.from_config(model.config.to_dict()) == cost

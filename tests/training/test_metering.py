@@ -17,12 +17,12 @@ from tests.support.small_runs import logged, quiet
 from tests.training.test_trainer import language_model
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.planning import plan
+from ullage.planning import TransformerCost, plan
 from ullage.report.run import read_run
 from ullage.training import RaggedCollator, Trainer
 from ullage.training.run.run_log import RunLog
 from ullage.training.step import metering
-from ullage.training.step.metering import TokenMeter
+from ullage.training.step.metering import TokenMeter, cost_of
 
 SAMPLES = [{"input_ids": [3] * 9, "labels": [3] * 9}, {"input_ids": [4], "labels": [4]}]
 #: What is logged of a packed run with a peak and a treatment of long sequences, beside transformers' own names.
@@ -289,3 +289,20 @@ def test_features_are_counted_by_their_rows():
     assert marked_rows({"input_features": features, "attention_mask": mask}, "input_features") == (18, 18)
     assert not knows_padding({"input_features": features}, "input_features", pad_token_id=0)
     assert knows_padding({"input_ids": torch.zeros(1, 7), "position_ids": torch.arange(7)[None]}, "input_ids")
+
+
+class Unreadable:
+    """A configuration that raises whatever is read."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} differs by layer")
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("entries", [{"intermediate_size": [8, 8, 8]}, {"num_attention_heads": "four"}, {}])
+def test_an_estimate_ends_no_run(entries):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    model.config = SimpleNamespace(**{**model.config.to_dict(), **entries}) if entries else Unreadable()
+    number = sum(each.numel() for each in model.parameters())
+    assert cost_of(model) == TransformerCost(linear=2 * number, quadratic=0)

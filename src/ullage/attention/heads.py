@@ -65,7 +65,7 @@ def loss_shifts(model: nn.Module) -> bool | None:
     """Whether the model's loss compares the output at a token with the label of the next; None if that is not known.
 
     Read off what ``forward`` names: ``loss_function``, or, in transformers' own, a cross-entropy, whose labels are
-    shifted or not. Of other models the name of the class tells, as it tells transformers.
+    shifted or not. Of models of other authors the name of the class tells, as it tells transformers.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
@@ -78,6 +78,8 @@ def loss_shifts(model: nn.Module) -> bool | None:
         elif package_of(author) == "transformers" and names & {"CrossEntropyLoss", "cross_entropy"}:
             # Older heads compute the cross-entropy themselves; those that shift give the shifted tensors these names.
             return bool(variables & {"shift_labels", "shift_logits"})
+        elif package_of(author) == "transformers":
+            return None  # it is computed elsewhere: ProphetNet's is no ForCausalLMLoss, and does not shift
     return None if name is None else LOSS_MAPPING[name] is ForCausalLMLoss
 
 

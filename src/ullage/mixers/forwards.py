@@ -156,8 +156,16 @@ class Forward:
         return _parameters(getattr(type(self.module), self.name))
 
     def named(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, by the names of the module's own parameters."""
-        return {**dict(zip(self.parameters, arguments)), **keywords}
+        """The arguments of a call, by the names of the module's own parameters.
+
+        With ``*args``, which the forward hands on, by those of the first one beneath it that names them.
+        """
+        taken = self.parameters
+        if arguments and _takes_places(taken):
+            methods = (vars(each).get(self.name) for each in type(self.module).__mro__)
+            beneath = (_parameters(each) for each in methods if each is not None)
+            taken = next((each for each in beneath if not _takes_places(each)), taken)
+        return {**dict(zip(taken, arguments)), **keywords}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -179,6 +187,11 @@ class Forward:
 def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a method without ``self``, read once, because every layer of every forward asks."""
     return dict(list(inspect.signature(method).parameters.items())[1:])
+
+
+def _takes_places(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether there is an ``*args`` among parameters."""
+    return any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
 
 
 class RowForward(Forward):
@@ -253,7 +266,7 @@ class PartForward(Forward):
     def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the part's own forward gets: no lengths, masks and caches."""
         taken = self.parameters
-        if not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values()):
+        if not _takes_places(taken):
             keywords, arguments = self.named(arguments, keywords), ()
         kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
         kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}

@@ -19,7 +19,7 @@ from ullage.core.errors import InputError
 from ullage.mixers.attending import attending_forwards
 from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
 from ullage.mixers.items import takes_items
-from ullage.mixers.proof import Proof, prove
+from ullage.mixers.proof import FAILS_ALONE, Proof, prove
 from ullage.mixers.towers import FeaturesForward, smallest_item, tower_forwards
 from ullage.mixers.trial import trial_of
 from ullage.mixers.ways import (
@@ -237,6 +237,13 @@ def first_accepted(
                 _logger.warning("%s is packed %s: finer ways do not pass", type(model).__name__, _adverb(way))
             return way
         refused.append((way, problem))
+        if FAILS_ALONE in problem:  # whatever the way
+            take_out(model)
+            raise InputError(
+                problem.removeprefix("InputError: "),
+                where=type(model).__name__,
+                hint="leave such sequences out, or give the model what it lacks (RaggedCollator(per_sequence=[...]))",
+            )
     take_out(model)
     raise SequencesMeet(
         "packed, the sequences of this model do not get what they get alone",

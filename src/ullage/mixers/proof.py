@@ -29,6 +29,7 @@ model differs from itself by more than that (random routing), eight times this d
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,10 +41,14 @@ import torch
 from torch import Tensor, nn
 
 from ullage.core.columns import is_media
+from ullage.core.display import quantity
+from ullage.core.errors import InputError, first_line, listed
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.trial import CallOutcome, Trial, TrialRun
 from ullage.mixers.ways import own_attention
 
+#: How the problem of a model begins that does not run a sequence, packed or not.
+FAILS_ALONE = "alone and unpacked the model fails"
 #: A model that differs from itself may differ so many times more from one call to the next.
 _BY_CHANCE = 8.0
 
@@ -208,14 +213,27 @@ def prove(
 def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcome], CallOutcome]:
     """The shortest sequence, every sequence alone, and the row."""
     with own_attention(run.model):
-        again = run.alone(shortest)
+        again = _alone(run, shortest)
         again.of_parameters = []
         alone: list[CallOutcome] = []
         for place in range(len(run.trial.alone)):
-            alone.append(run.alone(place))
+            alone.append(_alone(run, place))
             if place:  # one gradient of the weights is held, not one per sequence
                 _add_up(alone[0], alone[place])
     return again, alone, run.packed(alone)
+
+
+def _alone(run: TrialRun, place: int) -> CallOutcome:
+    """One sequence in a call of its own. Raises ``InputError`` for whatever the model raises."""
+    try:
+        return run.alone(place)
+    except Exception as error:
+        given = run.trial.alone[place]
+        others = [name for name in [*inspect.signature(type(run.model).forward).parameters][1:] if name not in given]
+        raise InputError(
+            f"{FAILS_ALONE} on {quantity(run.trial.sizes[place], 'token')}",
+            found=f"{type(error).__name__}: {first_line(error)[:150]}; given {listed([*given])}, no {listed(others)}",
+        ) from error
 
 
 def _add_up(total: CallOutcome, other: CallOutcome) -> None:

@@ -76,27 +76,31 @@ class FeaturesForward(Forward):
         if row is None:
             return self.own(*arguments, **keywords)
         # Within, the tower knows of no packed row.
-        kept = {name: each for name, each in self.named(arguments, keywords).items() if name not in LENGTH_NAMES}
-        pixels = kept.get(PIXELS[self.kind])
+        kept = {name: each for name, each in keywords.items() if name not in LENGTH_NAMES}
+        pixels = self.named(arguments, kept).get(PIXELS[self.kind])
         is_trained = any(each.requires_grad for each in tower_parameters(self.module))
         is_trained = is_trained or getattr(pixels, "requires_grad", False)
         with self.current.set(None), apart_from_row(), torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
-            outputs = self._run(kept)
+            outputs = self._run(arguments, kept)
         if self.kind in row.stand_ins:
             return _without_features(outputs)
         self._require_matching(row, outputs)
         return outputs
 
-    def _run(self, keywords: dict[str, Any]) -> Any:
+    def _run(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The outputs of the tower, of all items at once where it tells them apart, else of one after the other."""
-        sizes = keywords.get("image_sizes")
+        by_place = self.named(arguments, {})
+        named = by_place | keywords
+        sizes = named.get("image_sizes")
         if self.in_one_call or sizes is None or not self._joins_items:
-            return self.own(**keywords)
+            return self.own(*arguments, **keywords)
         outputs = []
-        for pixels, size in zip(keywords["pixel_values"], sizes):
+        for pixels, size in zip(named["pixel_values"], sizes):
             height, width = size.tolist()
             one = {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]}
-            outputs.append(self.own(**{**keywords, **one}))
+            # By place what was given by place.
+            places = [one.get(name, each) for name, each in by_place.items()]
+            outputs.append(self.own(*places, **keywords | {name: one[name] for name in one.keys() & keywords.keys()}))
         first = outputs[0]
         first.pooler_output = [part for each in outputs for part in each.pooler_output]
         return first

@@ -145,9 +145,9 @@ def counts_of(model: nn.Module, alone: Sequence[Mapping[str, Any]]) -> list[floa
         # An answer behind its sequence counts for nothing, and the mean of starts may be over others than that of ends.
         of_spans = spans_sequences(model) and bool(per_sequence) and all(map(_holds_its_answer, alone))
         return [1.0] * len(alone) if of_spans else None
-    if per_sequence:
-        return None
     shifts = loss_shifts(model)
+    if per_sequence or (shifts is None and not works_by_sequence(model)):
+        return None
     counts = []
     for value in labels:
         assert isinstance(value, Tensor)

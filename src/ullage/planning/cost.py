@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,8 +193,8 @@ def _refuse_bad_numbers(model: Any, names: tuple[str, ...]) -> None:
             raise InputError(f"a cost's {name} must be a finite number", expected=">= 0", found=repr(value))
 
 
-#: Models whose MLP multiplies a gate in, three matrices and not two, though their activation is not SiLU.
-_GATED = frozenset(["gemma", "gemma2", "gemma3_text", "t5gemma", "glm", "olmo_hybrid"])
+#: Models, by a part of their names, whose MLP multiplies a gate in, three matrices and not two, without SiLU.
+_GATED = ("gemma", "glm", "olmo_hybrid")
 #: Models of experts alike: each token goes through the same number of them.
 _EXPERTS = frozenset(["mixtral", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"])
 
@@ -211,23 +211,50 @@ def _field(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _forward_terms(config: Any) -> tuple[int, int]:
-    """FLOPs per token and FLOPs per pair of tokens, of one forward pass."""
-
-    field = functools.partial(_field, config)
+    """FLOPs per token and FLOPs per pair of tokens, of one forward pass: summed over layers, which may differ."""
     # Each size under the names that it has in the configs of Llama's, GPT-2's and T5's kind.
+    hidden = _field(config, "hidden_size", "n_embd", "d_model")
+    number = _field(config, "num_hidden_layers", "n_layer", "num_layers")
+    layers = [_layer_terms(field, hidden) for field in _fields_by_layer(config, number)]
+    # Two FLOPs per weight: a multiplication and an addition.
+    linear = 2 * (sum(weights for weights, _ in layers) + hidden * _field(config, "vocab_size"))
+    # Per pair of tokens: two FLOPs per element of a head for the scores, and two for the sum of values.
+    return linear, 4 * sum(width for _, width in layers)
+
+
+def _fields_by_layer(config: Any, number: int) -> Iterator[Callable[..., Any]]:
+    """For each layer ``_field`` of its own configuration; of a list with one value a layer it gives the layer's."""
+    if isinstance(config, Mapping):
+        own = {int(layer): fields for layer, fields in (config.get("per_layer_config") or {}).items()}
+        configs = [{**config, **own.get(layer, {})} for layer in range(number)]
+    else:  # without the property, in transformers before 5.23, no configuration differs by layer
+        configs = getattr(config, "per_layer_config", None) or [config] * number
+    for layer, each in enumerate(configs):
+
+        def field(*names: str, default: Any = None, layer: int = layer, config: Any = each) -> Any:
+            value = _field(config, *names, default=default)
+            return value[layer] if isinstance(value, (list, tuple)) and len(value) == number else value
+
+        yield field
+
+
+def _layer_terms(field: Callable[..., Any], hidden: int) -> tuple[int, int]:
+    """Weights of one layer that each token goes through, and the width of its attention; ``field`` reads its config."""
     kind = field("model_type", default="")
-    hidden, layers = field("hidden_size", "n_embd", "d_model"), field("num_hidden_layers", "n_layer", "num_layers")
     heads = field("num_attention_heads", "n_head", "num_heads")
     head = field("head_dim", default=hidden // heads)
     # Grouped-query attention has fewer heads for keys and values; without the field there are as many.
     keys = field("num_key_value_heads", default=heads)
     inner = field("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    gated = kind in _GATED or field("hidden_act", "activation_function", default="") in ("silu", "swish")
+    activation = field("hidden_act", "activation_function", default="")
+    gated = activation in ("silu", "swish") or any(each in kind for each in _GATED)
     # Weights of one MLP per element of its inner dimension: up and down, and the gate.
     matrices = (3 if gated else 2) * hidden
     experts = field("num_experts", "num_local_experts", "n_routed_experts", default=0)
     if experts > 1 and (
-        kind not in _EXPERTS or field("mlp_only_layers", default=()) or field("decoder_sparse_step", default=1) > 1
+        kind not in _EXPERTS
+        or field("mlp_only_layers", default=()) not in ((), [])
+        or field("decoder_sparse_step", default=1) > 1
     ):
         raise InputError(
             "no formula for the FLOPs of this mixture of experts",
@@ -240,11 +267,10 @@ def _forward_terms(config: Any) -> tuple[int, int]:
         mlp = field("num_experts_per_tok") * matrices * inner + hidden * experts
     else:
         mlp = matrices * inner
-    # Query and output, key and value. Two FLOPs per weight: a multiplication and an addition.
-    projections = 2 * hidden * heads * head + 2 * hidden * keys * head
-    linear = 2 * (layers * (projections + mlp) + hidden * field("vocab_size"))
-    # Per pair of tokens: two FLOPs per element of a head for the scores, and two for the sum of values.
-    return linear, 4 * layers * heads * head
+    # An input of its own that Gemma 3n and 4 give a layer: made of the embeddings, gated, and brought to the width.
+    mlp += 3 * hidden * field("hidden_size_per_layer_input", default=0)
+    # Query and output, key and value.
+    return 2 * hidden * heads * head + 2 * hidden * keys * head + mlp, heads * head
 
 
 #: Towers whose MLP multiplies a gate in, three matrices and not two.

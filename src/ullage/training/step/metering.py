@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ullage.core.batch import RaggedBatch
-from ullage.core.errors import InputError
 from ullage.planning import MultimodalCost, Plan, RecurrentCost, TransformerCost
 from ullage.planning.plans import Statistics
 
@@ -244,17 +243,17 @@ def cost_of(model: nn.Module) -> TransformerCost | RecurrentCost | MultimodalCos
     Of a tower that is frozen a third counts: it runs no backward.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "cell", None) is not None:
-        return RecurrentCost()
-    if getattr(config, "vision_config", None) is not None:
-        with suppress(InputError):  # no formula: as for other models, below
-            cost = MultimodalCost.from_config(config)
-            part = 1 if _trains_tower(model) else 1 / 3
-            return replace(cost, tower=TransformerCost(cost.tower.linear * part, cost.tower.quadratic * part))
-    try:
+    # An estimate ends no run: a configuration that has no formula may raise anything.
+    with suppress(Exception):
+        if getattr(config, "cell", None) is not None:
+            return RecurrentCost()
+        cost = MultimodalCost.from_config(config)
+        part = 1 if _trains_tower(model) else 1 / 3
+        return replace(cost, tower=TransformerCost(cost.tower.linear * part, cost.tower.quadratic * part))
+    with suppress(Exception):
         return TransformerCost.from_config(config)
-    except InputError:  # a model we have no formula for: its matrices cost every token the same
-        return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
+    # Its matrices cost every token the same.
+    return TransformerCost(linear=2 * num_parameters(model), quadratic=0)
 
 
 def _trains_tower(model: nn.Module) -> bool:
