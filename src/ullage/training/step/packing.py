@@ -44,7 +44,7 @@ from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
-from ullage.training.step.packable import meet_in_towers, require_equal_calls, truncation_problem
+from ullage.training.step.packable import items_of_step, meet_in_towers, require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.reduction import GradientReduction
 from ullage.training.step.verifying import PackingProof
@@ -365,11 +365,11 @@ class Packer:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
-        self.proof.before_step(model, inputs)
-        idle: list[nn.Parameter] = []
-        if self._trainer.args.world_size > 1:
-            is_sharded = self.meets_every_microbatch
-            idle = meet_in_towers(self._reader.model, inputs.microbatches, is_sharded=is_sharded)
+        several, idle = self._trainer.args.world_size > 1, list[nn.Parameter]()
+        items = items_of_step(self._reader.model, inputs.microbatches, several=several)
+        self.proof.before_step(model, inputs, items)
+        if several:
+            idle = meet_in_towers(self._reader.model, items, is_sharded=self.meets_every_microbatch)
         division = self._division(inputs, count)
         parts = self._shares(inputs, division, count)
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
