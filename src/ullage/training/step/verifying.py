@@ -104,7 +104,7 @@ class PackingProof:
             return
         several, bare_model = self._trainer.args.world_size > 1, self._reader.model
         self._reader.form  # noqa: B018  read once, whatever the ways that are tried look like
-        chosen = self._choose(batch.microbatches, capacity, features, several)
+        chosen = self._choose_with_items(batch.microbatches, capacity, features, several)
 
         def problem() -> str | None:
             meeting = _Meeting(several)
@@ -155,7 +155,7 @@ class PackingProof:
         if is_apart or not is_new or not (several or len(batch)):
             return
         with self._trainer.compute_loss_context_manager():
-            chosen = self._choose(microbatches, capacity, features, several)
+            chosen = self._choose_with_items(microbatches, capacity, features, several)
             proof = self._prove(model, chosen, None, training=False)
         self._evaluated |= features
         problem = proof.problem()
@@ -225,16 +225,14 @@ class PackingProof:
 
     # The trial.
 
-    def _choose(
-        self, microbatches: Sequence[RaggedBatch], capacity: int, features: frozenset[str], several: bool
-    ) -> list[RaggedBatch]:
-        """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
+    def _most(self, capacity: int) -> int:
+        """Tokens that a row of a trial may have."""
         vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
-        most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
-        kinds = [name for name in PIXELS.values() if name in features]
-        if kinds:
-            return self._choose_with_items(microbatches, most, kinds, several)
-        there = [each for each in microbatches if each.numel()]
+        return max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
+
+    def _choose(self, microbatches: Sequence[RaggedBatch], capacity: int) -> list[RaggedBatch]:
+        """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
+        there, most = [each for each in microbatches if each.numel()], self._most(capacity)
         if not there:
             return [targets.placeholder(microbatches[0], [1])] * _SEQUENCES
         places = [(batch, place) for batch in there for place in range(len(batch))]
@@ -243,7 +241,7 @@ class PackingProof:
         # The longest that leaves room for others, the shortest, and one between, of three lengths if there are.
         fitting = [each for each in order if lengths[each] <= most * 0.6] or order[:1]
         long, short = fitting[-1], fitting[0]
-        can_cut = not there[0].per_sequence
+        can_cut = not there[0].per_sequence and not any(batch.items for batch in there)
         if len(set(lengths[fitting])) < 3 and can_cut and lengths[long] > 3:
             # Of too few lengths: cut to others.
             size = int(lengths[long])
@@ -264,12 +262,16 @@ class PackingProof:
         return [*chosen, _one_sequence(*places[alike[-1] if alike else middle], most=most)]
 
     def _choose_with_items(
-        self, microbatches: Sequence[RaggedBatch], most: int, kinds: Sequence[str], several: bool
+        self, microbatches: Sequence[RaggedBatch], capacity: int, features: frozenset[str], several: bool
     ) -> list[RaggedBatch]:
         """The shortest and a long sequence, and three with items of each kind, of those of all ranks. Collective.
 
-        They are the same on every rank: ranks gather the parameters of a tower in each call of it.
+        They are the same on every rank: ranks gather the parameters of a tower in each call of it. Without items in the
+        step, a few of this rank.
         """
+        kinds = [name for name in PIXELS.values() if name in features]
+        if not kinds:
+            return self._choose(microbatches, capacity)
         config, rank = getattr(self._reader.model, "config", None), rank_here(several)
         known: tuple[list[Any], list[Any]] = [], []
         for number, batch in enumerate(microbatches):
@@ -278,7 +280,7 @@ class PackingProof:
             known[1].extend((keys[place], name, size) for place, name, size in items_in(batch, config))
         gathered = gather(known, several)
         there, items = (sorted(each for rank in gathered for each in rank[which]) for which in range(2))
-        fitting = [key for key in there if key[0] <= most * 0.6] or there[:1]
+        fitting = [key for key in there if key[0] <= self._most(capacity) * 0.6] or there[:1]
         wanted = [there[0], fitting[-1]]
         for kind in kinds:
             having = [(key, size) for key, name, size in items if name == kind]
@@ -286,7 +288,7 @@ class PackingProof:
             # Another sequence, of another size, if there are such.
             other, _ = min(having, key=lambda each: (each[0] == first, each[1] == size))
             wanted += [first, other, first]
-        held = {key: _one_sequence(microbatches[key[2]], key[3], most=most) for key in {*wanted} if key[1] == rank}
+        held = {key: _one_sequence(microbatches[key[2]], key[3], most=capacity) for key in {*wanted} if key[1] == rank}
         found = {key: batch for each in gather(held, several) for key, batch in each.items()}
         return [_mirrored(found[key]) if at % 3 == 0 and at else found[key] for at, key in enumerate(wanted)]
 
