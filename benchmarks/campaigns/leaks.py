@@ -231,7 +231,7 @@ def through_images(console: Console) -> dict[str, Any]:
     table = Table("leak", "model", "on", *picture_leaks.FIRST, title="ways and differences, by the first batch")
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for run in each:
-        run["off"] = picture_leaks.off(run, picture_leaks.alone(run["model"], run["leak"], run["first"]))
+        run["off"] = picture_leaks.off(run, run["model"], run["leak"], run["first"])
         way = run["error"].partition(":")[0] if "error" in run else run["ways"][-1].partition(",")[0]
         told = way if "error" in run else f"{way}, {run['off']:.0e}"
         rows.setdefault((run["leak"] or "none", run["model"], run["on"]), {})[run["first"]] = told

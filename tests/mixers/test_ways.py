@@ -194,9 +194,9 @@ class Fixed(nn.BatchNorm1d):
 @pytest.mark.regression
 def test_norms_over_a_batch_are_refused_around_images_too_unless_they_stay_in_evaluation():
     def projected(norm):
-        model = tiny_model("llava", "image").eval()
+        model = tiny_model("llava", "image")
         model.model.multi_modal_projector = nn.Sequential(model.model.multi_modal_projector, norm)
-        return model
+        return model.eval()
 
     for norm in (nn.BatchNorm1d(16), Fixed(16, track_running_stats=False)):
         with pytest.raises(CompetingSequences, match=r"model\.multi_modal_projector\.1 "):

@@ -166,10 +166,13 @@ def run(kind: str, leak: str | None, first: str, folder: Any, stage: int = 0, **
     return {"steps": [(loss, float(norm)) for loss, norm in logged(trainer)], "ways": ways}
 
 
-def off(found: dict[str, Any], expected: Sequence[tuple[float, float]]) -> float:
-    """The largest relative difference of losses and norms; of a run with an error that of no step."""
-    steps = found.get("steps", expected)
-    pairs = [pair for one, other in zip(steps, expected, strict=True) for pair in zip(one, other)]
+def off(found: dict[str, Any], kind: str, leak: str | None, first: str) -> float:
+    """The largest relative difference of losses and norms from each sequence alone; of a run with an error that of none."""
+    if "error" in found:
+        return 0.0
+    pairs = [
+        pair for one, other in zip(found["steps"], alone(kind, leak, first), strict=True) for pair in zip(one, other)
+    ]
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
