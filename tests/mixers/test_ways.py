@@ -26,6 +26,7 @@ from ullage.mixers import CompetingSequences
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way, ways_of
 from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
+from ullage.proofs.tiny import tiny_model
 
 
 def difference(model):
@@ -181,6 +182,28 @@ def test_statistics_over_the_row_are_refused_whatever_the_forward_names():
         ways_of(Naming(nn.BatchNorm1d(4)))
     with pytest.raises(CompetingSequences, match="norm"):
         pack_model(Naming(nn.BatchNorm1d(4)))
+
+
+class Fixed(nn.BatchNorm1d):
+    """A norm that stays in evaluation."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+@pytest.mark.regression
+def test_norms_over_a_batch_are_refused_around_images_too_unless_they_stay_in_evaluation():
+    def projected(norm):
+        model = tiny_model("llava", "image")
+        model.model.multi_modal_projector = nn.Sequential(model.model.multi_modal_projector, norm)
+        return model.eval()
+
+    for norm in (nn.BatchNorm1d(16), Fixed(16, track_running_stats=False)):
+        with pytest.raises(CompetingSequences, match=r"model\.multi_modal_projector\.1 "):
+            ways_of(projected(norm))
+    model = projected(Fixed(16))
+    assert not ways_of(model).is_certain
+    assert not any(module.training for module in model.modules())
 
 
 def adapted(**settings):

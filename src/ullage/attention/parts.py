@@ -298,7 +298,7 @@ def _put_in(path: str, modules: dict[str, nn.Module]) -> str | None:
         # Containers and adapters hold what others made.
         if is_of_a_model(holder):
             return None if kind.__name__ in _names_in_init(holder) else f"which {holder.__name__} does not make itself"
-    return None
+    return "which no model of transformers makes"
 
 
 @functools.lru_cache(maxsize=1024)

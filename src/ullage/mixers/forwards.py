@@ -336,6 +336,8 @@ class ModelForward(Forward):
         self.division: str | None = None
         #: The fields of a stand-in by kind of items, for rows that have none, where each row has to run the tower.
         self.stand_ins: dict[str, dict[str, Tensor]] = {}
+        #: Whether a row with images runs by sequence whatever the way says, for as long as nothing is known of it.
+        self.runs_items_apart = False
         #: Whether it was taken out where something else stands around it, and leaves all to the module's own.
         self.is_off = False
 
@@ -475,7 +477,8 @@ class ModelForward(Forward):
     @property
     def _runs_items_by_sequence(self) -> bool:
         """Whether a row with images runs by sequence, where one without does not."""
-        return self.way.items == "sequences" and self.way.kind in ("native", "mixers")
+        by_sequence = self.way.items == "sequences" or self.runs_items_apart
+        return by_sequence and self.way.kind in ("native", "mixers")
 
     def _positions_by_axis(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """The positions of a row with images, along as many axes as the model counts."""

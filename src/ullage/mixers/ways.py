@@ -17,7 +17,7 @@ design, is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -348,10 +348,27 @@ def require_independent_rows(model: nn.Module) -> None:
                 raise _competes(where, reason)
         if any(type(each).__name__ == "ALoraLinearVariant" for each in lora_variants(module)):
             raise _competes(where, "looks for its invocation tokens once per row")
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise _competes(where, "normalises over the tokens of all sequences")
         if isinstance(vars(module).get("expert_capacity"), int):
             raise _competes(where, "gives each expert a limited number of tokens")
+    norms = _batch_norms(model)
+    # What a tower of transformers makes itself is not refused: it gets images by sequence, as each alone.
+    of_text = {id(module) for _, module in text_modules(model)} if norms else set()
+    put_in = {part.path for part in unknown_parts(model)} if norms else set()
+    for path, module in norms.items():
+        if id(module) in of_text or path in put_in:
+            raise _competes(f"{path} ({type(module).__name__})", "normalises over the tokens of all sequences")
+
+
+def _batch_norms(model: nn.Module) -> Mapping[str, nn.Module]:
+    """The norms over the batch in training, by path: not those that ``train()`` leaves in evaluation."""
+    found = {path: each for path, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    if found:
+        modes = [(each, each.training) for each in model.modules()]
+        model.train()
+        found = {path: each for path, each in found.items() if each.training or not each.track_running_stats}
+        for each, mode in modes:
+            each.training = mode
+    return found
 
 
 def _competes(where: str, reason: str) -> CompetingSequences:

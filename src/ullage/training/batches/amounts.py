@@ -43,6 +43,16 @@ def amounts_of(batch: RaggedBatch, config: Any) -> dict[str, Int64]:
     return found
 
 
+def items_in(batch: RaggedBatch, config: Any) -> list[tuple[int, str, int]]:
+    """Of each run of equal images or frames: its sequence, the field of their pixels, and the patches of one."""
+    found: list[tuple[int, str, int]] = []
+    for pixels, grids in _PIXELS.items():
+        if pixels in batch.items:
+            runs = zip(*_images(batch, pixels, grids, getattr(config, "vision_config", None)), strict=True)
+            found += [(int(sequence), pixels, int(patches)) for sequence, number, patches in runs if number]
+    return found
+
+
 def _images(batch: RaggedBatch, pixels: str, grids: str, vision: Any) -> tuple[Int64, Int64, Int64]:
     """Of each run of equal images: its sequence, how many they are, and the patches of one."""
     rows, side = batch.items[pixels], _side(vision)

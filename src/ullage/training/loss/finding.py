@@ -54,6 +54,8 @@ _FARTHER, _NEAR = 4.0, 1e-3
 _HALF, _MOST = 0.02, 0.05
 #: Classes that a step may lack and labels are drawn from all the same.
 _MOST_CLASSES = 64
+#: Weights at whose gradient a loss is looked at, the last of the model, and directions in it.
+_WEIGHTS, _TURNS = 4, (0.7, 1.3, 2.9, 3.7, 5.1, 6.7)
 #: In this order a loss is tried: as it is without packing; without padding, which some models see; as a packed row.
 _FORMS = ("padded", "one length", "one length, all labels", "row")
 
@@ -79,6 +81,7 @@ class LossTrial:
         call: the model as the loss is to call it, without an engine's hooks.
         gather: gives what every rank has for a value. All ranks take the same branches.
         counted: whether the step has labels to count.
+        hides: whether some tokens are to have no label.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class LossTrial:
         call: Any,
         gather: Callable[[Any], list[Any]],
         counted: bool,
+        hides: bool = False,
     ) -> None:
         self._trainer, self._reader, self._call, self._gather, self._counted = trainer, reader, call, gather, counted
+        self._hides = hides
         self._declared = declared_division(trainer, OwnLoss.of(trainer))
         # The longest first, as models that take lengths want them.
         natural = sorted(samples, key=lambda each: -each.numel())
@@ -206,7 +211,7 @@ class LossTrial:
         counts = [1 if rule.division == "sequence_mean" else self._count(each, rule.shifts) for each in self._samples]
         # A mean over no labels is nan, and counts nothing.
         parts = [count * loss for count, loss in zip(counts, alone) if count]
-        return np.sum(parts, 0) / sum(counts) if parts else np.full(2, np.nan)
+        return np.sum(parts, 0) / sum(counts) if parts else np.full_like(alone[0], np.nan)
 
     def _key(self, rule: FoundLoss) -> Any:
         return self._form, rule.division == "sum", rule.shifts if self._form == "row" else None
@@ -239,16 +244,27 @@ class LossTrial:
                 # Weights in float32 tell rules apart that autocast's rounding makes one.
                 torch.autocast(trainer.args.device.type, enabled=False),
                 replaced(torch, "set_autocast_enabled", lambda *_: None),
-                torch.no_grad(),
             ):
-                prepared = trainer._prepare_inputs(inputs)
-                loss: Any = trainer.compute_loss(self._call, prepared, num_items_in_batch=count)
+                # Outputs are asked for so that the head is not run in chunks.
+                loss: Any = trainer.compute_loss(self._call, trainer._prepare_inputs(inputs), True, count)
+                loss = (loss[0] if isinstance(loss, tuple) else loss).float().mean()
+                slope = self._slope(loss)
         finally:
             handle.remove()
         self._limits = limits_of(precision.dtype, trainer.args.device)
         self._outputs.append(outputs[0] if outputs else None)
-        loss = loss.float().mean()
-        return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0])])
+        return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0]), *slope])
+
+    def _slope(self, loss: Tensor) -> list[float]:
+        """The gradient at the last weights, along a few directions: where losses are alike, it still tells rules apart."""
+        weights = [each for each in self._reader.model.parameters() if each.requires_grad and each.numel()][-_WEIGHTS:]
+        if not loss.requires_grad or not weights:
+            return []
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+        parts = [torch.zeros_like(at) if each is None else each for at, each in zip(weights, found)]
+        flat = torch.cat([each.detach().flatten().float() for each in parts])
+        places = torch.arange(1, len(flat) + 1, dtype=torch.float32, device=flat.device)
+        return [float((flat * torch.cos(places * turn)).sum()) for turn in _TURNS]
 
     def _inputs(self, batch: RaggedBatch) -> Any:
         """A batch in the form that is tried: as a packed row, or as the model takes it without packing."""
@@ -274,6 +290,8 @@ class LossTrial:
         is_label = labels != IGNORED_LABEL
         if name not in sample.per_sequence and not targets.is_joined(sample) and not is_label[0].any():
             is_label[0], is_label[len(labels) // 2 :][-1:] = True, len(labels) < 3
+        if name not in sample.per_sequence and self._hides:
+            is_label[2::3] = False
         return _as_batch([{**fields, name: torch.where(is_label, drawn, IGNORED_LABEL)}], sample)
 
     def _of_one_length(self, *, all_labels: bool) -> list[RaggedBatch]:
@@ -323,9 +341,16 @@ def _as_batch(samples: list[dict[str, Any]], like: RaggedBatch) -> RaggedBatch:
 
 
 def _distance(found: _Numbers, wanted: _Numbers) -> float:
-    """Relative difference, with the balance of experts or without it; infinite where a number is nan."""
+    """Relative difference of losses, and a tenth of that of slopes; infinite where a number is nan.
+
+    Of a loss with a balance of experts that of the loss without it, if that is smaller.
+    """
     scale = np.maximum(np.maximum(abs(found), abs(wanted)), 1e-30)
-    return float(np.nan_to_num(abs(found - wanted) / scale, nan=np.inf).min())
+    apart = np.nan_to_num(abs(found - wanted) / scale, nan=np.inf)
+    if found[0] != found[1] or not len(found[2:]):
+        return float(apart[:2].min())
+    slopes = np.linalg.norm(found[2:] - wanted[2:]) / max(np.linalg.norm(found[2:]), np.linalg.norm(wanted[2:]), 1e-30)
+    return max(float(apart[0]), float(slopes) / 10)
 
 
 def _differ(alone: Sequence[Any], together: Any, limit: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +17,7 @@ from ullage.mixers.packed_model import forward_of, put_in
 from ullage.mixers.towers import features_of, tower_parameters
 from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
 from ullage.ranks.world import gather
+from ullage.training.batches.amounts import items_in
 
 #: Ways in which a model calls each layer once for a row.
 _EQUAL_CALLS = ("native", "mixers")
@@ -78,12 +79,24 @@ def require_equal_calls(model: nn.Module) -> None:
     )
 
 
-def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_sharded: bool) -> list[nn.Parameter]:
-    """Make several ranks run the towers of a packed model equally often in a step, images or none. Collective.
+#: What items there are in each microbatch of each rank: the field of their pixels, and the patches of one.
+StepItems = Sequence[Sequence[Set[tuple[str, int]]]]
+
+
+def items_of_step(model: nn.Module, microbatches: Sequence[RaggedBatch], *, several: bool) -> StepItems:
+    """The images and clips in the microbatches of every rank. Collective for a model that takes any."""
+    if not takes_items(model):
+        return []
+    config = getattr(model, "config", None)
+    return gather([{(name, size) for _, name, size in items_in(each, config)} for each in microbatches], several)
+
+
+def meet_in_towers(model: nn.Module, items: StepItems, *, is_sharded: bool) -> list[nn.Parameter]:
+    """Make several ranks run the towers of a packed model equally often in a step, images or none.
 
     Args:
         model: bare.
-        microbatches: of this rank in the step.
+        items: of the step, the same on every rank.
         is_sharded: whether ranks gather parameters in each call, also those that are not trained.
 
     Returns the parameters of the towers where no rank has an image in the step: what has no gradient on one process
@@ -93,17 +106,15 @@ def meet_in_towers(model: nn.Module, microbatches: Sequence[RaggedBatch], *, is_
     if not takes_items(model):
         return []
     towers = [each for each in tower_parameters(features_of(model)) if each.requires_grad]
-    has_items = [bool(each.items) for each in microbatches]
-    has_clips = any(PIXELS["video"] in each.items for each in microbatches)
-    found = gather((any(has_items), all(has_items), has_clips))
+    found = [microbatch for rank in items for microbatch in rank]
     can_stand_in = True
     if is_sharded or towers:
         # A row with images and clips runs the tower once for each kind: then every row does.
-        kinds = PIXELS if any(clips for _, _, clips in found) else ("image",)
+        kinds = PIXELS if any(name == PIXELS["video"] for each in found for name, _ in each) else ("image",)
         can_stand_in = run_towers_always(model, tuple(kinds))
-    if not any(some for some, _, _ in found):
+    if not any(found):
         return towers
-    if not can_stand_in and not all(each for _, each, _ in found):
+    if not can_stand_in and not all(found):
         raise InputError(
             "a microbatch without images would leave out the tower, where ranks wait for each other in it",
             where=type(model).__name__,

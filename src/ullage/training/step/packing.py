@@ -47,7 +47,7 @@ from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
 from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
-from ullage.training.step.packable import meet_in_towers, require_equal_calls, truncation_problem
+from ullage.training.step.packable import items_of_step, meet_in_towers, require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.reduction import GradientReduction
 from ullage.training.step.verifying import PackingProof
@@ -368,16 +368,16 @@ class Packer:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
+        several, idle = self._trainer.args.world_size > 1, list[nn.Parameter]()
+        items = items_of_step(self._reader.model, inputs.microbatches, several=several)
         shifts = self._reader.shifts
-        self.proof.before_step(model, inputs, count is not None)
+        self.proof.before_step(model, inputs, items, count)
         if self._reader.shifts != shifts and count is not None:
             count = self._counted_again(inputs, count)
         if self._reader.found_loss is not None and self._reader.found_loss.apart:
             inputs = self._apart(inputs)
-        idle: list[nn.Parameter] = []
-        if self._trainer.args.world_size > 1:
-            is_sharded = self.meets_every_microbatch
-            idle = meet_in_towers(self._reader.model, inputs.microbatches, is_sharded=is_sharded)
+        if several:
+            idle = meet_in_towers(self._reader.model, items, is_sharded=self.meets_every_microbatch)
         division = self._division(count)
         parts = self._shares(inputs, division, count)
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)

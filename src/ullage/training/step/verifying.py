@@ -2,13 +2,19 @@
 
 A few sequences of the first batch run alone and as one packed row through the model that is about to be trained
 (:mod:`ullage.mixers.proof`). Where they differ, the next coarser way of the model is tried; where none is accepted,
-every rank raises. All ranks try the same ways and make equally many calls: one without data runs a placeholder.
+every rank raises. All ranks try the same ways and make equally many calls: one without data runs a placeholder. The
+proof is repeated before a step that has what none before it had: images, clips, and either in several sizes.
+
+Of sequences with images, three stand in the trial: one, another of another size, and the first one again. The pixels of
+the second are mirrored and halved. So a mean, a maximum or a count over the row is not that of any sequence alone, also
+where a step has one image only, and whatever sorts the row moves them, from the smallest on or from the largest.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,26 +24,30 @@ from torch import nn
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import is_media
 from ullage.core.display import quantity
+from ullage.core.errors import InputError
 from ullage.mixers import call_equally_often, is_packed
-from ullage.mixers.items import takes_items
-from ullage.mixers.packed_model import SequencesMeet, first_accepted, way_of
+from ullage.mixers.items import PIXELS
+from ullage.mixers.packed_model import SequencesMeet, first_accepted, forward_of, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
 from ullage.mixers.ways import Candidates, Way
 from ullage.ranks.world import gather, rank_here
 from ullage.training.batches import targets
+from ullage.training.batches.amounts import items_in
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.batches.reading import BatchReader
 from ullage.training.loss.divisions import OwnLoss, declared_division, require_counted
 from ullage.training.loss.finding import LossTrial, drawable, is_unknown
 from ullage.training.setup.sharding import sharding_of
-from ullage.training.step.packable import make_packable
+from ullage.training.step.packable import StepItems, items_of_step, make_packable
 
 if TYPE_CHECKING:
     import transformers
 
 _logger = logging.getLogger(__name__)
 
+#: Of a step in which some tokens have no label, beside the first of each sequence.
+_UNLABELLED = "tokens without labels"
 #: What a model makes its outputs of, beside the rows of images.
 _SEEN = ("input_ids", "token_type_ids", "mm_token_type_ids")
 
@@ -62,7 +72,9 @@ class PackingProof:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self.candidates: Candidates | None = None
         self.last: Proof | None = None
-        self._is_done = False
+        #: What the batches that were proved had: in training, and in an evaluation without one.
+        self._seen: frozenset[str] = frozenset()
+        self._evaluated: frozenset[str] = frozenset()
 
     def pack(self, model: nn.Module) -> None:
         """Make a bare model keep packed sequences apart, in a way that is not proved yet where it is not certain."""
@@ -74,7 +86,7 @@ class PackingProof:
 
     def begin_run(self) -> None:
         """Prove the next batch: a run begins, or another model."""
-        self._is_done = False
+        self._seen = self._evaluated = frozenset()
 
     @property
     def _capacity(self) -> int | None:
@@ -88,7 +100,13 @@ class PackingProof:
         return self._packer.options is not None and self._packer.options.verify
 
     def _loss_trial(
-        self, model: nn.Module, microbatches: Sequence[RaggedBatch], capacity: int, counted: bool, meeting: _Meeting
+        self,
+        model: nn.Module,
+        microbatches: Sequence[RaggedBatch],
+        chosen: Sequence[RaggedBatch],
+        counted: bool,
+        meeting: _Meeting,
+        features: frozenset[str] = frozenset(),
     ) -> LossTrial | None:
         """The trial of a loss that its source does not tell; None where it is known, or declared and believed."""
         trainer, packer = self._trainer, self._packer
@@ -100,27 +118,52 @@ class PackingProof:
         require_counted(trainer, declared, counted)
         classes = getattr(getattr(self._reader.model, "config", None), "num_labels", None) or 0
         values = drawable(microbatches, self._reader.label_name, classes)
-        samples = self._choose(microbatches, capacity)
         options = {"call": within_engine(model), "gather": meeting.all, "counted": counted}
-        return LossTrial(trainer, self._reader, samples, values, **options)
+        return LossTrial(trainer, self._reader, chosen, values, hides=_UNLABELLED in features, **options)
 
-    def before_step(self, model: nn.Module, batch: PackedBatch, counted: bool) -> None:
-        """Prove the packing of the model before it trains on its first batch, and find what its loss is. Collective.
-
-        ``model``: as the training loop calls it. ``counted``: whether the step has labels to count. Raises
-        ``SequencesMeet`` on every rank if no way is accepted, and ``InputError`` for a loss that cannot be packed.
-        """
-        capacity, is_sharded = self._capacity, self._packer.meets_every_microbatch
-        if self._is_done or capacity is None:
-            return
-        self._is_done = True
-        several, bare_model = self._trainer.args.world_size > 1, self._reader.model
-        self._reader.form  # noqa: B018  read once, whatever the ways that are tried look like
-        meeting = _Meeting(several)
-        with self._trainer.compute_loss_context_manager():
-            loss = self._loss_trial(model, batch.microbatches, capacity, counted, meeting)
+    def _find_here(self, model: nn.Module, microbatches: Sequence[RaggedBatch], capacity: int) -> None:
+        """Find what the loss is on this rank alone, for an evaluation before any step; unknown if no rule fits."""
+        self._evaluated |= {"loss"}
+        meeting, counted = _Meeting(False), self._reader.label_name in microbatches[0]
+        with self._trainer.compute_loss_context_manager(), suppress(InputError):
+            loss = self._loss_trial(model, microbatches, self._choose(microbatches, capacity), counted, meeting)
             if loss is not None:
                 loss.find()
+                loss.problem_of_row(meeting.all)
+
+    def _features_of_labels(self, batch: PackedBatch, count: Any) -> frozenset[str]:
+        """Whether a step has tokens without labels, where that may be news of a loss that no source tells."""
+        found = self._reader.found_loss
+        if count is None or (found is None and self._seen):
+            return frozenset()
+        # At the first step it is not known yet whether first labels count.
+        first = 0 if found is not None and found.shifts is False else len(batch.plan.order)
+        return frozenset({_UNLABELLED} if int(count.flatten()[0]) < batch.num_tokens - first else ())
+
+    def before_step(self, model: nn.Module, batch: PackedBatch, items: StepItems = (), count: Any = None) -> None:
+        """Prove the packing before the first step, or one with something new, and find what the loss is. Collective.
+
+        ``model``: as the training loop calls it. ``items`` and ``count``, the labels that count: of the step, the same
+        on every rank. Raises ``SequencesMeet`` on every rank if no way is accepted, and ``InputError`` for a loss that
+        cannot be packed.
+        """
+        capacity, is_sharded = self._capacity, self._packer.meets_every_microbatch
+        if capacity is None:
+            return
+        self._apart_until_proved(False)
+        features = self._features(items) | self._features_of_labels(batch, count)
+        if features <= self._seen:
+            return
+        known = bool(self._seen)
+        several, bare_model = self._trainer.args.world_size > 1, self._reader.model
+        self._reader.form  # noqa: B018  read once, whatever the ways that are tried look like
+        chosen = self._choose_with_items(batch.microbatches, capacity, features, several)
+        with self._trainer.compute_loss_context_manager():
+            meeting = _Meeting(several)
+            loss = self._loss_trial(model, batch.microbatches, chosen, count is not None, meeting, features)
+            if loss is not None:
+                loss.find()
+        self._seen |= features
         if loss is None and not self._verifies:
             return
 
@@ -131,7 +174,7 @@ class PackingProof:
                 if is_sharded and not call_equally_often(bare_model):
                     mine = "its layers run once per length of a row, and its parameters are sharded"
                 elif self._verifies:
-                    mine = self._prove(model, batch.microbatches, capacity, meeting.any).problem()
+                    mine = self._prove(model, chosen, meeting.any).problem()
                 if loss is not None and not meeting.any(mine is not None):
                     mine = loss.problem_of_row(meeting.all)
             except _Elsewhere as error:
@@ -144,6 +187,8 @@ class PackingProof:
         ways: Sequence[Way] = (current,) if self.candidates is None or not self._verifies else self.candidates.ways
         if not is_packed(bare_model):  # it takes the lengths by itself, as it is
             ways = (current, *(way for way in ways if way.kind != "native"))
+        if known and current in ways:  # a finer one was refused
+            ways = ways[ways.index(current) :]
         try:
             with self._trainer.compute_loss_context_manager():
                 way = first_accepted(bare_model, ways, problem, current=current)
@@ -151,25 +196,38 @@ class PackingProof:
             raise (error if loss is None or not loss.is_unfit else loss.refusal()) from None
         self._tell(way)
 
+    def _features(self, items: StepItems) -> frozenset[str]:
+        """What a step shows of the model, by which it is proved again; the same on every rank."""
+        there = {pair for rank in items for microbatch in rank for pair in microbatch}
+        names = [name for name, _ in there]
+        return frozenset({"tokens", *names, *(f"{name} of several sizes" for name in names if names.count(name) > 1)})
+
     def before_evaluation(self, model: nn.Module, batch: RaggedBatch) -> None:
         """Prove the packing of a model that is evaluated and was not trained, forward only.
 
-        Not collective, and as many calls on every rank. Raises ``SequencesMeet`` on a rank where something differs.
+        Not collective, and as many calls on every rank, unless its parameters are sharded and it takes images. Raises
+        ``SequencesMeet`` on a rank where something differs.
         """
-        capacity = self._capacity
-        # A run proves its first step, forward and backward, and may take another way then.
-        if (
-            self._is_done
-            or self._trainer.is_in_train
-            or capacity is None
-            or not self._verifies
-            or not len(batch)
-            or self._reader.form != "flattened"
-        ):
+        capacity, is_sharded = self._capacity, self._packer.meets_every_microbatch
+        if capacity is None or self._reader.form != "flattened":
             return
-        self._is_done = True
+        several, in_train = is_sharded and self._trainer.args.world_size > 1, self._trainer.is_in_train
+        microbatches = [targets.join_targets(batch)]
+        if not is_sharded and len(batch) and self._reader.found_loss is None and "loss" not in self._evaluated:
+            self._find_here(model, microbatches, capacity)
+        if not self._verifies:
+            return
+        features = self._features(items_of_step(self._reader.model, microbatches, several=several))
+        # A run proves its first step, forward and backward, and may take another way then.
+        is_new = not features <= self._seen | self._evaluated | ({"tokens"} if in_train else set())
+        is_apart = is_new and in_train and not is_sharded
+        self._apart_until_proved(is_apart)
+        if is_apart or not is_new or not (several or len(batch)):
+            return
         with self._trainer.compute_loss_context_manager():
-            proof = self._prove(model, [targets.join_targets(batch)], capacity, None, training=False)
+            chosen = self._choose_with_items(microbatches, capacity, features, several)
+            proof = self._prove(model, chosen, None, training=False)
+        self._evaluated |= features
         problem = proof.problem()
         if problem is not None:
             raise SequencesMeet(
@@ -180,16 +238,22 @@ class PackingProof:
             )
         self._tell(way_of(self._reader.model))
 
+    def _apart_until_proved(self, apart: bool) -> None:
+        """Have a model with parts of other authors take images by sequence, or in the way that it is packed in."""
+        forward = forward_of(self._reader.model)
+        if forward is not None and self.candidates is not None and not self.candidates.is_certain:
+            forward.runs_items_apart = apart
+
     def _prove(
         self,
         model: nn.Module,
-        microbatches: Sequence[RaggedBatch],
-        capacity: int,
+        chosen: Sequence[RaggedBatch],
         agree: Callable[[bool], bool] | None,
         *,
         training: bool = True,
     ) -> Proof:
-        trial = self._trial(self._choose(microbatches, capacity))
+        trial = self._trial(chosen)
+        forget_trace(model)
         # Not through DDP or the engine: their hooks on outputs and gradients belong to steps.
         called = within_engine(model)
         proof = prove(
@@ -235,13 +299,16 @@ class PackingProof:
 
     # The trial.
 
+    def _most(self, capacity: int) -> int:
+        """Tokens that a row of a trial may have."""
+        vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
+        return max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
+
     def _choose(self, microbatches: Sequence[RaggedBatch], capacity: int) -> list[RaggedBatch]:
         """A few sequences of different lengths, one batch each, that make up a row of at most the capacity."""
-        there = [each for each in microbatches if each.numel()]
+        there, most = [each for each in microbatches if each.numel()], self._most(capacity)
         if not there:
             return [targets.placeholder(microbatches[0], [1])] * _SEQUENCES
-        vocabulary = int(getattr(getattr(self._reader.model, "config", None), "vocab_size", None) or 1)
-        most = max(min(capacity, _MOST_TOKENS, _MOST_LOGITS // vocabulary), 16)
         places = [(batch, place) for batch in there for place in range(len(batch))]
         lengths = np.concatenate([each.layout.lengths for each in there])
         order = [int(each) for each in np.argsort(lengths, kind="stable") if lengths[each]]
@@ -259,7 +326,7 @@ class PackingProof:
             ]
         others = [each for each in fitting if lengths[each] not in (lengths[long], lengths[short])]
         middle = others[len(others) // 2] if others else fitting[len(fitting) // 2]
-        taken = _with_items([short, long, middle], fitting, places)
+        taken = [short, long, middle]
         chosen = [_one_sequence(*places[each], most=most) for each in taken]
         # And one more of a length that is there: by lengths, these two share a call.
         alike = [each for each in fitting if each not in taken and lengths[each] in lengths[taken]]
@@ -267,6 +334,37 @@ class PackingProof:
         if not alike and longer and can_cut:
             return [*chosen, _one_sequence(*places[longer[0]], most=int(lengths[middle]))]
         return [*chosen, _one_sequence(*places[alike[-1] if alike else middle], most=most)]
+
+    def _choose_with_items(
+        self, microbatches: Sequence[RaggedBatch], capacity: int, features: frozenset[str], several: bool
+    ) -> list[RaggedBatch]:
+        """The shortest and a long sequence, and three with items of each kind, of those of all ranks. Collective.
+
+        They are the same on every rank: ranks gather the parameters of a tower in each call of it. Without items in the
+        step, a few of this rank.
+        """
+        kinds = [name for name in PIXELS.values() if name in features]
+        if not kinds:
+            return self._choose(microbatches, capacity)
+        config, rank = getattr(self._reader.model, "config", None), rank_here(several)
+        known: tuple[list[Any], list[Any]] = [], []
+        for number, batch in enumerate(microbatches):
+            keys = [(int(length), rank, number, place) for place, length in enumerate(batch.layout.lengths)]
+            known[0].extend(key for key in keys if key[0])
+            known[1].extend((keys[place], name, size) for place, name, size in items_in(batch, config))
+        gathered = gather(known, several)
+        there, items = (sorted(each for rank in gathered for each in rank[which]) for which in range(2))
+        fitting = [key for key in there if key[0] <= self._most(capacity) * 0.6] or there[:1]
+        wanted = [there[0], fitting[-1]]
+        for kind in kinds:
+            having = [(key, size) for key, name, size in items if name == kind]
+            first, size = having[0]
+            # Another sequence, of another size, if there are such.
+            other, _ = min(having, key=lambda each: (each[0] == first, each[1] == size))
+            wanted += [first, other, first]
+        held = {key: _one_sequence(microbatches[key[2]], key[3], most=capacity) for key in {*wanted} if key[1] == rank}
+        found = {key: batch for each in gather(held, several) for key, batch in each.items()}
+        return [_mirrored(found[key]) if at % 3 == 0 and at else found[key] for at, key in enumerate(wanted)]
 
     def _trial(self, chosen: Sequence[RaggedBatch]) -> Trial:
         """The keywords of the calls, of the fields that the model takes."""
@@ -276,18 +374,6 @@ class PackingProof:
             # Its loss is made of rows; what the model makes of tokens and images is what packing could change.
             samples = [{name: sample[name] for name in sample if name in _SEEN or is_media(name)} for sample in samples]
         taken = set(self._reader.forward_parameters)
-        if self._packer.meets_every_microbatch and self._trainer.args.world_size > 1:
-            # Ranks gather a tower in each call of it, and one rank's sequence may have images where another's has none.
-            taken = {name for name in taken if not is_media(name) and name != "mm_token_type_ids"}
-            if takes_items(self._reader.model):
-                # Text then, without the parts that see each other both ways, as a model has them around its images.
-                samples = [
-                    {
-                        name: torch.zeros_like(value) if name == "token_type_ids" else value
-                        for name, value in sample.items()
-                    }
-                    for sample in samples
-                ]
         samples = [{name: value for name, value in sample.items() if name in taken} for sample in samples]
         whole = [name for name in each[0].per_sequence if name in samples[0]]
         return trial_of(self._reader.model, samples, device=self._trainer.args.device, per_sequence=whole)
@@ -340,19 +426,12 @@ def _one_sequence(batch: RaggedBatch, place: int, *, most: int) -> RaggedBatch:
     return RaggedBatch.from_samples([sample], per_sequence=batch.per_sequence, per_item=batch.per_item)
 
 
-def _with_items(taken: list[int], fitting: Sequence[int], places: Sequence[tuple[RaggedBatch, int]]) -> list[int]:
-    """The numbers of sequences of which the last two have images, if two are there."""
-
-    def has_items(number: int) -> bool:
-        batch, place = places[number]
-        return any(rows.lengths[place] for rows in batch.items.values())
-
-    there = [each for each in fitting if has_items(each)]
-    for number in (there[-1], there[0]) if there else ():
-        lacking = [at for at, each in enumerate(taken) if at and not has_items(each)]
-        if lacking and number not in taken:
-            taken[lacking[-1]] = number
-    return taken
+def _mirrored(batch: RaggedBatch) -> RaggedBatch:
+    """A sequence with the pixels of its images mirrored and halved: others in the same form, none brighter."""
+    (sample,) = batch.samples()
+    pixels = {name: sample[name] for name in PIXELS.values() if name in sample}
+    changed = {name: value.flip(-1).mul(0.5).to(value.dtype) for name, value in pixels.items()}
+    return RaggedBatch.from_samples([sample | changed], per_sequence=batch.per_sequence, per_item=batch.per_item)
 
 
 def forget_trace(model: Any) -> None:
