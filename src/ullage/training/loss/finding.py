@@ -82,6 +82,7 @@ class LossTrial:
         gather: gives what every rank has for a value. All ranks take the same branches.
         counted: whether the step has labels to count.
         hides: whether some tokens are to have no label.
+        backward: whether gradients are looked at too; not where ranks gather weights in each call.
     """
 
     def __init__(
@@ -95,9 +96,10 @@ class LossTrial:
         gather: Callable[[Any], list[Any]],
         counted: bool,
         hides: bool = False,
+        backward: bool = True,
     ) -> None:
         self._trainer, self._reader, self._call, self._gather, self._counted = trainer, reader, call, gather, counted
-        self._hides = hides
+        self._hides, self._backward = hides, backward
         self._declared = declared_division(trainer, OwnLoss.of(trainer))
         # The longest first, as models that take lengths want them.
         natural = sorted(samples, key=lambda each: -each.numel())
@@ -244,6 +246,7 @@ class LossTrial:
                 # Weights in float32 tell rules apart that autocast's rounding makes one.
                 torch.autocast(trainer.args.device.type, enabled=False),
                 replaced(torch, "set_autocast_enabled", lambda *_: None),
+                torch.set_grad_enabled(self._backward),
             ):
                 # Outputs are asked for so that the head is not run in chunks.
                 loss: Any = trainer.compute_loss(self._call, trainer._prepare_inputs(inputs), True, count)
@@ -256,7 +259,7 @@ class LossTrial:
         return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0]), *slope])
 
     def _slope(self, loss: Tensor) -> list[float]:
-        """The gradient at the last weights, along a few directions: where losses are alike, it still tells rules apart."""
+        """The gradient at the last weights, along a few directions: it tells rules apart where losses are alike."""
         weights = [each for each in self._reader.model.parameters() if each.requires_grad and each.numel()][-_WEIGHTS:]
         if not loss.requires_grad or not weights:
             return []

@@ -119,7 +119,8 @@ class PackingProof:
         classes = getattr(getattr(self._reader.model, "config", None), "num_labels", None) or 0
         values = drawable(microbatches, self._reader.label_name, classes)
         options = {"call": within_engine(model), "gather": meeting.all, "counted": counted}
-        return LossTrial(trainer, self._reader, chosen, values, hides=_UNLABELLED in features, **options)
+        options |= {"hides": _UNLABELLED in features, "backward": not packer.meets_every_microbatch}
+        return LossTrial(trainer, self._reader, chosen, values, **options)
 
     def _find_here(self, model: nn.Module, microbatches: Sequence[RaggedBatch], capacity: int) -> None:
         """Find what the loss is on this rank alone, for an evaluation before any step; unknown if no rule fits."""
