@@ -262,9 +262,14 @@ def test_bfloat16_stays_close() -> None:
     model = _model(attention="additive").eval()
     keywords, _ = _nested(_samples())
     exact = model(**keywords).logits
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(**keywords)
-        outputs.loss.backward()
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(**keywords)
+            outputs.loss.backward()
+    except RuntimeError as error:
+        if "primitive descriptor for the LSTM" not in str(error):
+            raise
+        pytest.skip("torch has no LSTM in bfloat16 on this processor")
     assert torch.allclose(outputs.logits.float(), exact, rtol=0, atol=0.05)
     rounded = model.bfloat16()(**keywords)
     assert rounded.logits.dtype == torch.bfloat16

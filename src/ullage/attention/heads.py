@@ -78,8 +78,8 @@ def loss_shifts(model: nn.Module) -> bool | None:
         elif package_of(author) == "transformers" and names & {"CrossEntropyLoss", "cross_entropy"}:
             # Older heads compute the cross-entropy themselves; those that shift give the shifted tensors these names.
             return bool(variables & {"shift_labels", "shift_logits"})
-        elif package_of(author) == "transformers":
-            return None  # it is computed elsewhere: ProphetNet's is no ForCausalLMLoss, and does not shift
+        elif package_of(author) == "transformers" and name == "ForCausalLM":
+            return None  # it is computed elsewhere: ProphetNet's does not shift
     return None if name is None else LOSS_MAPPING[name] is ForCausalLMLoss
 
 

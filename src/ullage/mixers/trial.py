@@ -223,7 +223,7 @@ class TrialRun:
             outputs = self._call(**given, **self._without_cache)
             named = {
                 name: [_with_rows(value)]
-                for name, value in tensors_of(outputs).items()
+                for name, value in outputs_by_name(outputs).items()
                 if self._has_entries(value, place)
             }
             named = {name: parts for name, parts in named.items() if self.only is None or name in self.only}
@@ -238,7 +238,7 @@ class TrialRun:
             given = self._with_leaves(self.trial.packed, leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {}
-            for name, value in tensors_of(outputs).items():
+            for name, value in outputs_by_name(outputs).items():
                 parts = self._parts(value, [each.outputs[name][0] for each in alone if name in each.outputs])
                 if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
@@ -347,7 +347,7 @@ def _entries(outputs: Any) -> dict[str, Any]:
     return {str(place): each for place, each in enumerate(outputs)} if isinstance(outputs, (tuple, list)) else {}
 
 
-def tensors_of(outputs: Any) -> dict[str, Tensor]:
+def outputs_by_name(outputs: Any) -> dict[str, Tensor]:
     """The tensors among outputs that may have an entry for each token or sequence, by name."""
     entries = {"outputs": outputs} if isinstance(outputs, Tensor) else _entries(outputs)
     return {

@@ -38,7 +38,7 @@ from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import forward_of
 from ullage.mixers.proof import limits_of
-from ullage.mixers.trial import tensors_of, without_balance
+from ullage.mixers.trial import outputs_by_name, without_balance
 from ullage.mixers.ways import own_attention
 from ullage.training.batches import counting, forms, targets
 from ullage.training.batches.reading import BatchReader, FoundLoss
@@ -175,16 +175,30 @@ class LossTrial:
 
     def _fitting(self) -> list[FoundLoss] | None:
         """The rules that fit in this form; None where it tells nothing, since padding changes what the model makes."""
-        uncut = self._samples
+        uncut, error = self._samples, None
         if self._form.startswith("one length"):
             self._samples = self._of_one_length(all_labels=self._form != "one length")
+        self._outputs.clear()
+        wanted: dict[FoundLoss, _Numbers] = {}
+        found: dict[bool, _Numbers] = {}
         try:
-            rules = self._candidates()
-            wanted = {rule: self._expected(rule) for rule in rules}
+            for counted in (True, False):
+                rules = [rule for rule in self._candidates() if (rule.division == "sum") == counted]
+                try:
+                    expected = {rule: self._expected(rule) for rule in rules}
+                    if rules and self._form != "row":
+                        found[counted] = self._loss(self._inputs(self._together()), rules[0])
+                    wanted |= expected
+                except Exception as raised:  # a function may need the count
+                    error = raised
+            if not wanted:
+                raise error or InputError("no rule to try")
             if self._form == "row":
-                return [rule for rule in rules if self._declared in (None, rule.division)]
-            alone, whole = self._outputs[: len(self._samples)], self._inputs(self._together())
-            found = {rule.division == "sum": self._loss(whole, rule) for rule in rules}
+                return [
+                    rule for rule in self._candidates() if rule in wanted and self._declared in (None, rule.division)
+                ]
+            alone, whole = self._outputs[: len(self._samples)], self._outputs[-1]
+            rules = [rule for rule in self._candidates() if rule in wanted]
             repeated = self._loss(self._inputs(self._samples[0]), rules[-1])
         finally:
             self._samples = uncut
@@ -195,9 +209,11 @@ class LossTrial:
         by_rule = dict.fromkeys(f"{wanted[rule][0]:.6g} by {rule}" for rule in rules)
         self._numbers = f"{found[rules[-1].division == 'sum'][0]:.6g} together, {', '.join(by_rule)}"
         distance = {rule: _distance(found[rule.division == "sum"], wanted[rule]) for rule in rules}
-        if self._form == "padded" and _differ(alone, self._outputs[-2], self._limits.outputs):
+        if self._form == "padded" and _differ(alone, whole, self._limits.outputs):
             self._farness = distance
             return None
+        if self._declared is None and len(found) == 2 and _distance(found[True], found[False]) <= self._limit:
+            rules = [rule for rule in rules if rule.division != "sum"]  # the count changes nothing
         near = max(_FARTHER * min(distance.values()), _NEAR)
         fitting = [rule for rule in rules if distance[rule] <= min(self._limit, near)]
         return [rule for rule in fitting if self._declared in (None, rule.division)]
@@ -249,7 +265,9 @@ class LossTrial:
                 torch.set_grad_enabled(self._backward),
             ):
                 # Outputs are asked for so that the head is not run in chunks.
-                loss: Any = trainer.compute_loss(self._call, trainer._prepare_inputs(inputs), True, count)
+                loss: Any = trainer.compute_loss(
+                    self._call, trainer._prepare_inputs(inputs), return_outputs=True, num_items_in_batch=count
+                )
                 loss = (loss[0] if isinstance(loss, tuple) else loss).float().mean()
                 slope = self._slope(loss)
         finally:
@@ -358,8 +376,8 @@ def _distance(found: _Numbers, wanted: _Numbers) -> float:
 
 def _differ(alone: Sequence[Any], together: Any, limit: float) -> bool:
     """Whether an output by token or by sequence of a padded batch is not that of each sequence alone."""
-    each = [tensors_of(output) for output in alone]
-    for name, value in tensors_of(together).items():
+    each = [outputs_by_name(output) for output in alone]
+    for name, value in outputs_by_name(together).items():
         parts = [outputs[name][0] for outputs in each if name in outputs and outputs[name].shape[0] == 1]
         if len(parts) != len(value) or any(part.ndim != value.ndim - 1 for part in parts):
             continue
