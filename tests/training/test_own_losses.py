@@ -89,6 +89,13 @@ class ChainTagger(Tagger):
         return torch.stack(losses).mean()
 
 
+class PlainTagger(Tagger):
+    """A mean over labels, under a name that does not say so."""
+
+    def loss_of(self, scores, labels, mask):
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
 class PenalisedTagger(Tagger):
     """A mean over labels, and one over all tokens: the same while all tokens have labels."""
 
@@ -177,3 +184,19 @@ def test_autocast_stays_where_another_way_is_taken(tmp_path):
         torch.manual_seed(0)
         runs.append(run(tmp_path, ChainTagger(bert()), rows, capacity, max_steps=2, bf16=True))
     assert alike(*runs, rel=2e-2)
+
+
+@pytest.mark.regression
+def test_losses_that_are_alike_are_told_apart_by_their_gradients(tmp_path):
+    """Before anything is learned every token costs log(classes), by whatever rule."""
+    runs = []
+    for capacity in (None, 60):
+        torch.manual_seed(0)
+        model = PlainTagger(bert())
+        with torch.no_grad():
+            model.head.weight.mul_(1e-6)
+            model.head.bias.zero_()
+        runs.append(
+            run(tmp_path, model, tagged((9, 4, 12, 9, 3, 17, 6, 12)), capacity, max_steps=1, learning_rate=1e-2)
+        )
+    assert alike(*runs)

@@ -274,7 +274,8 @@ class LossTrial:
             handle.remove()
         self._limits = limits_of(precision.dtype, trainer.args.device)
         self._outputs.append(outputs[0] if outputs else None)
-        return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0]), *slope])
+        loss = loss.detach()
+        return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0].detach()), *slope])
 
     def _slope(self, loss: Tensor) -> list[float]:
         """The gradient at the last weights, along a few directions: it tells rules apart where losses are alike."""
