@@ -390,7 +390,10 @@ def call_whole(
     num_items = keywords.pop("num_items_in_batch", None)
     fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())
     outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields, items=row.items)
-    joined = join_outputs(outputs, groups, per_sequence=frozenset({"logits"} if by_sequence else ()))
+    # Scores [n, classes] are by sequence, also with as many classes as tokens; those [n, L, classes] never are.
+    scores = outputs[0].get("logits") if by_sequence and isinstance(outputs[0], Mapping) else None
+    is_whole = isinstance(scores, Tensor) and scores.ndim < 3
+    joined = join_outputs(outputs, groups, per_sequence=frozenset({"logits"} if is_whole else ()))
     losses: list[Any] = [_loss_of(each) for each in outputs]
     if losses[0] is None:
         return joined
