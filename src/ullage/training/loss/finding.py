@@ -21,7 +21,7 @@ length take the place of the padded batch; where a loss takes packed rows only, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -202,6 +202,7 @@ class LossTrial:
             repeated = self._loss(self._inputs(self._samples[0]), rules[-1])
         finally:
             self._samples = uncut
+            self._outputs.clear()
         # A model that differs from itself may differ so from one call to the next.
         self._limit = max(
             min(self._limits.loss, _HALF), min(8 * _distance(repeated, self._alone[self._key(rules[-1])][0]), _MOST)
@@ -209,7 +210,7 @@ class LossTrial:
         by_rule = dict.fromkeys(f"{wanted[rule][0]:.6g} by {rule}" for rule in rules)
         self._numbers = f"{found[rules[-1].division == 'sum'][0]:.6g} together, {', '.join(by_rule)}"
         distance = {rule: _distance(found[rule.division == "sum"], wanted[rule]) for rule in rules}
-        if self._form == "padded" and _differ(alone, whole, self._limits.outputs):
+        if self._form == "padded" and _differ(alone, whole[0], self._limits.outputs):
             self._farness = distance
             return None
         if self._declared is None and len(found) == 2 and _distance(found[True], found[False]) <= self._limit:
@@ -273,9 +274,11 @@ class LossTrial:
         finally:
             handle.remove()
         self._limits = limits_of(precision.dtype, trainer.args.device)
-        self._outputs.append(outputs[0] if outputs else None)
+        made = outputs[0] if outputs else None
+        if self._form == "padded" and not is_row:
+            self._outputs.append({name: value.detach() for name, value in outputs_by_name(made).items()})
         loss = loss.detach()
-        return np.array([float(loss), float(without_balance(model, loss, self._outputs[-1])[0].detach()), *slope])
+        return np.array([float(loss), float(without_balance(model, loss, made)[0].detach()), *slope])
 
     def _slope(self, loss: Tensor) -> list[float]:
         """The gradient at the last weights, along a few directions: it tells rules apart where losses are alike."""
@@ -375,18 +378,15 @@ def _distance(found: _Numbers, wanted: _Numbers) -> float:
     return max(float(apart[0]), float(slopes) / 10)
 
 
-def _differ(alone: Sequence[Any], together: Any, limit: float) -> bool:
+def _differ(alone: Sequence[Mapping[str, Tensor]], together: Mapping[str, Tensor], limit: float) -> bool:
     """Whether an output by token or by sequence of a padded batch is not that of each sequence alone."""
-    each = [outputs_by_name(output) for output in alone]
-    for name, value in outputs_by_name(together).items():
-        parts = [outputs[name][0] for outputs in each if name in outputs and outputs[name].shape[0] == 1]
+    for name, value in together.items():
+        parts = [outputs[name][0] for outputs in alone if name in outputs and outputs[name].shape[0] == 1]
         if len(parts) != len(value) or any(part.ndim != value.ndim - 1 for part in parts):
             continue
-        if value.ndim > 2 and all(part.shape[1:] == value.shape[2:] for part in parts):
-            rows = [row[: len(part)] for row, part in zip(value, parts)]
-        elif all(part.shape == value.shape[1:] for part in parts):
-            rows = list(value)
-        else:
+        by_token = value.ndim > 2 and all(part.shape[1:] == value.shape[2:] for part in parts)
+        rows = [row[: len(part)] if by_token else row for row, part in zip(value, parts)]
+        if any(row.shape != part.shape for row, part in zip(rows, parts)):
             continue
         scale = max(float(part.abs().max()) for part in parts)
         if any(float((row - part).abs().max()) > limit * scale for row, part in zip(rows, parts)):
