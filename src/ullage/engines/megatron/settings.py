@@ -93,7 +93,8 @@ def check_fields(config: Any) -> None:
 
 def _refuse_balance_by_sequence(config: Any) -> None:
     """Raise ``InputError`` for a balancing loss of experts by sequence: the router takes a row for one sequence."""
-    kinds, weights = getattr(config, "moe_router_load_balancing_type", None), getattr(config, "moe_aux_loss_coeff", 0)
+    kinds: Any = getattr(config, "moe_router_load_balancing_type", None)
+    weights: Any = getattr(config, "moe_aux_loss_coeff", 0)
     pairs = zip(kinds, weights, strict=False) if isinstance(kinds, (list, tuple)) else [(kinds, weights)]
     asked = any(kind == "seq_aux_loss" and weight for kind, weight in pairs)
     if asked and getattr(config, "num_moe_experts", None) and sequence_limit(config) != 1:

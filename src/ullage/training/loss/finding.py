@@ -36,7 +36,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import at_rest
-from ullage.mixers.packed_model import forward_of
+from ullage.mixers.packed_model import forward_of, runs_whole
 from ullage.mixers.proof import limits_of
 from ullage.mixers.trial import outputs_by_name, without_balance
 from ullage.mixers.ways import own_attention
@@ -126,6 +126,7 @@ class LossTrial:
                 fitting = self._fitting()
             except Exception as raised:  # whatever a loss raises, it does not take this form
                 error = error or raised
+                self._numbers = f"{type(error).__name__}: {error}"
             # Placeholders tell nothing.
             every = self._gather((self._samples[0].numel() > 1, fitting, self._numbers))
             told = [(each, numbers) for tells, each, numbers in every if tells]
@@ -137,12 +138,14 @@ class LossTrial:
                     return
                 self._numbers = next((numbers for each, numbers in told if not each), self._numbers)
                 raise self.refusal()
-        self._numbers = f"{type(error).__name__}: {error}"
         raise self.refusal() from error
 
     def problem_of_row(self, gather: Callable[[Any], list[Any]]) -> str | None:
         """Why no rule gives the loss of the packed row; None if one does, which the reader is told. Collective."""
         whole, told, passed = self._together(), "", []
+        if self._form == "row" and runs_whole(self._reader.model):  # what was joined by a rule proves none
+            self.is_unfit = True
+            return f"its loss is not known from sequences in rows of a batch: {self._numbers}"
         self._form = "row" if self._form == "row" else "padded"
         for rule in self.rules:
             wanted = self._expected(rule)
@@ -197,7 +200,7 @@ class LossTrial:
                 return [
                     rule for rule in self._candidates() if rule in wanted and self._declared in (None, rule.division)
                 ]
-            alone, whole = self._outputs[: len(self._samples)], self._outputs[-1]
+            alone, whole = self._outputs[: len(self._samples)], self._outputs[-1:]
             rules = [rule for rule in self._candidates() if rule in wanted]
             repeated = self._loss(self._inputs(self._samples[0]), rules[-1])
         finally:
