@@ -416,7 +416,8 @@ class Packer:
                 chosen = [samples[place] for place in group]
                 parts.append(RaggedBatch.from_samples(chosen, per_sequence=each.per_sequence, per_item=each.per_item))
         first = batch.microbatches[0]
-        nothing = RaggedBatch({name: first[name][:0] for name in first.names}, Layout([]), first.per_sequence)
+        left = {name: first[name][:0] for name in first.names if name not in first.items}
+        nothing = RaggedBatch(left, Layout([]), first.per_sequence)
         most = max(1, *gather(len(parts), self._trainer.args.world_size > 1))
         return replace(batch, microbatches=(*parts, *[nothing] * (most - len(parts))))
 
