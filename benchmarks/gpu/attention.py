@@ -97,10 +97,10 @@ class _Row:
     """Queries, keys, values and the weights of the output, [T, heads, dim], with their places in padded rows."""
 
     def __init__(self, device: torch.device, shape: Shape, lengths: np.ndarray) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         tokens, longest = int(lengths.sum()), int(lengths.max())
         sizes = [(heads, shape.dim) for heads in (shape.heads, shape.key_heads, shape.key_heads, shape.heads)]
-        made = [torch.randn(tokens, *size, generator=generator).to(device, shape.dtype) for size in sizes]
+        made = [torch.randn(tokens, *size, generator=generator, device=device).to(shape.dtype) for size in sizes]
         self.inputs, self.weights = [tensor.requires_grad_() for tensor in made[:3]], made[3]
         self.shape, self.lengths = shape, lengths
         #: A score more for each head, or none.

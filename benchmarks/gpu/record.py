@@ -119,7 +119,7 @@ def section(found: dict[str, Any] | None, name: str = "") -> str:
     for case_name, case in found["cases"].items():
         lines += ["", f"### {case_name.replace('_', ' ').capitalize()}"]
         lines += ["", *_case(case, found["rehearsal"], _peaks(gpu.get("name", "")))]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 def wrapped(text: str, width: int = 119) -> list[str]:

@@ -427,6 +427,25 @@ def test_a_plain_call_of_a_packed_model_is_its_own(name):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 64, 128, 129, 400])
+def test_the_blocks_that_see_each_other_are_those_that_torch_finds_pair_by_pair(window, causal):
+    """Torch's ``create_block_mask`` asks ours of every pair of tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    for lengths in ([700], [1, 127, 128, 300, 0, 84], [5], [256, 256], [130] * 6, [1] * 300):
+        cu_seqlens, total = torch.tensor([0, *lengths]).cumsum(0).int(), sum(lengths)
+        ours = _block_mask(cu_seqlens, total, window, causal)
+        theirs = create_block_mask(ours.mask_mod, None, None, total, total, device="cpu")
+        assert ours.shape == theirs.shape
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            counts = getattr(ours, f"{kind}_num_blocks")
+            assert torch.equal(counts, getattr(theirs, f"{kind}_num_blocks"))
+            used = torch.arange(getattr(ours, f"{kind}_indices").shape[-1]) < counts[..., None]
+            found, expected = (getattr(mask, f"{kind}_indices") for mask in (ours, theirs))
+            assert torch.equal(found[used], expected[used])
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 300])
 def test_flex_attention_sees_the_same(window, causal):
     lengths = [30, 1, 0, 64, 200]

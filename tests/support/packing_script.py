@@ -7,10 +7,8 @@ import json
 import os
 import sys
 
-import datasets
 import torch
 import transformers as hf
-from datasets.distributed import split_dataset_by_node
 
 from tests.support import own_losses, story
 from tests.support.small_runs import packed_steps, said_by_ullage
@@ -49,6 +47,7 @@ def make_samples(lengths=LENGTHS):
 
 def stream(*sizes):
     """A data set of a shard per rank, read from beginning to end, the shards of unequal sizes."""
+    import datasets
 
     def read(shards):
         for shard in shards:
@@ -59,6 +58,8 @@ def stream(*sizes):
 
 
 def split_by_node(dataset, rank):
+    from datasets.distributed import split_dataset_by_node
+
     return split_dataset_by_node(dataset, rank, int(os.environ.get("WORLD_SIZE", 1)))
 
 

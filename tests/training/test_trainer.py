@@ -1,6 +1,8 @@
 """The Trainer: what it refuses and how it says so, and what it counts."""
 
+import subprocess
 import sys
+import textwrap
 
 import datasets
 import numpy as np
@@ -13,6 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging as hf_logging
 
 from tests.support import story
+from tests.support.launch import ROOT, environment
 from tests.support.small_runs import logged, quiet
 from ullage import InputError, RaggedBatch, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
@@ -405,3 +408,25 @@ def test_the_collator_uses_the_attention_mask_up():
         collate([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
     with pytest.raises(InputError, match=r"samples lack the field that labels are copied from: expected input_ids"):
         collate([{"x": [1]}])
+
+
+def test_the_trainer_needs_no_datasets(tmp_path):
+    """On a machine without it (a bare GPU machine): trained and evaluated, in a process that cannot find it."""
+    script = """
+    import importlib.machinery as machinery, sys
+
+    own = machinery.PathFinder.find_spec
+    machinery.PathFinder.find_spec = classmethod(
+        lambda cls, name, *rest: None if name.split(".")[0] == "datasets" else own(name, *rest)
+    )
+    from tests.support.packing_script import make_trainer
+
+    trainer = make_trainer("llama", sys.argv[1], max_steps=1)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0 and "datasets" not in sys.modules
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
 
 from ullage.attention.kernels import Scores, attend
-from ullage.attention.segments import attention_of_row, lengths_of_row, packed_attention
+from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
 from ullage.attention.support import given, reads_masks, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
@@ -344,6 +344,7 @@ class PackedCall:
         options: dict[str, Any] = {"window": self.window, "scale": self.scale, "causal": self.causal}
         scores: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks}
         if query.is_cuda:
+            query, key, value = autocast(query, key, value)
             cu_seqlens, longest = self.cu_seqlens.to(query.device, torch.int32), self.max_seqlen
             if self._chunk is not None:
                 cu_seqlens, longest = chunked(cu_seqlens, self._chunk), self._chunk

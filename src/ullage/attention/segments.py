@@ -425,15 +425,24 @@ def attention_of_row(
     return _operator(query, key, value, sinks, cu_seqlens, chunk, window, causal, scale, softcap)[0][..., :value_dim]
 
 
+def autocast(*rows: Tensor) -> list[Tensor]:
+    """The rows in the dtype of autocast, where it is on, as torch's own attention gets them; float64 stays.
+
+    Queries and keys come in float32 from their rotary positions, values in the dtype of their projection.
+    """
+    device = rows[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(rows)
+    dtype = torch.get_autocast_dtype(device)
+    return [each if each.dtype == torch.float64 else each.to(dtype) for each in rows]
+
+
 def _alike(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[list[Tensor], float | None]:
     """Rows of one dtype and one dim, which the kernel asks for, and the scale of the scores.
 
-    Under autocast they get its dtype, as torch's own attention gets them. Zeros behind change no product.
+    Zeros behind change no product.
     """
-    rows, dim = [query, key, value], query.shape[-1]
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        rows = [each if each.dtype == torch.float64 else each.to(dtype) for each in rows]
+    rows, dim = autocast(query, key, value), query.shape[-1]
     most = max(dim, value.shape[-1])
     if dim == value.shape[-1]:
         return rows, scale

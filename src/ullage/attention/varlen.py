@@ -147,6 +147,7 @@ def flex_attention(
 
     num_tokens = len(query)
     name = (num_tokens, window, causal)
+    _allow_kernels()
     mask = remembered(cu_seqlens, name, lambda: _block_mask(cu_seqlens, num_tokens, window, causal))
     mixed = compile_friendly_flex_attention(
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
@@ -166,18 +167,30 @@ def flex_attention(
     return with_sinks(output[0].transpose(0, 1), log_sums[0].transpose(0, 1), sinks)
 
 
+@lru_cache(maxsize=1)
+def _allow_kernels() -> None:
+    """Let torch compile a kernel for every combination of options; at its limit of 8 it would run without one."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 64)
+
+
 @lru_cache(maxsize=8)
 def _bending(softcap: float) -> Callable[..., Tensor]:
     """The change of a score by a soft cap; the same function each time, which is compiled once."""
     return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
 
 
-def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal: bool) -> Any:
-    """Mask of the blocks of 128 tokens that see each other: same sequence, within the window, not later if causal.
+#: Tokens in a block of flex attention, which looks up for each pair of blocks whether any tokens see each other.
+_BLOCK = 128
 
-    Made on the device.
+
+def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal: bool) -> Any:
+    """Which blocks of tokens see each other: same sequence, within the window, not later if causal.
+
+    Made on the device from the ends of the blocks, without a look at their pairs of tokens: torch's own
+    ``create_block_mask`` looks at all, or is compiled for it.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     positions = torch.arange(num_tokens, device=cu_seqlens.device)
     # The sequence of a position is the number of sequences that end at or before it: with ends 3 and 5, positions 0 to
@@ -192,6 +205,21 @@ def _block_mask(cu_seqlens: Tensor, num_tokens: int, window: int | None, causal:
             near = near & (key - query < window)
         return near if window is None else near & (query - key < window)
 
-    device = cu_seqlens.device
-    # Compiled, torch makes the mask block by block; otherwise it holds all T² pairs for a moment.
-    return create_block_mask(sees, None, None, num_tokens, num_tokens, device=device, _compile=cu_seqlens.is_cuda)
+    first = positions[::_BLOCK]
+    last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
+    # Queries by row, keys by column. Some tokens of two blocks may see each other where their sequences and their reach
+    # meet; all do where both are full, of one sequence, and the farthest two in reach.
+    opens, closes, is_full = sequence[first], sequence[last], last - first == _BLOCK - 1
+    some = (opens <= closes[:, None]) & (opens[:, None] <= closes)
+    every = (opens[:, None] == closes) & (opens == closes[:, None]) & is_full & is_full[:, None]
+    ahead = first[:, None] - first  # of a query's block before a key's, in tokens
+    if causal:
+        some, every = some & (ahead >= 0), every & (ahead > 0)
+    if window is not None:
+        for each in [ahead] if causal else [ahead, -ahead]:
+            some, every = some & (each - _BLOCK + 1 < window), every & (each + _BLOCK - 1 < window)
+    parts = []
+    for blocks in (some & ~every, every):
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        parts += [blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]]
+    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens))

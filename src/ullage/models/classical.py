@@ -329,7 +329,9 @@ class TorchCell(Cell):
         super()._apply(fn, recurse)
         weights, private = self._weights(), cast(Any, torch)
         own = all(isinstance(weight, nn.Parameter) for weight in weights)  # not while a parametrisation stands in
-        ready = own and weights[0].is_cuda and torch.backends.cudnn.is_acceptable(weights[0])
+        # torch's check does not know bfloat16, which cuDNN takes like float16.
+        like = torch.empty(0, device=weights[0].device, dtype=torch.half)
+        ready = own and weights[0].is_cuda and torch.backends.cudnn.is_acceptable(like)
         if ready and private._use_cudnn_rnn_flatten_weight():
             mode = cudnn.get_cudnn_mode(self.kernel.upper())
             with torch.cuda.device_of(weights[0]), torch.no_grad():

@@ -67,6 +67,7 @@ class Schedule:
         places: the place of each flat token; ``None`` in flat order, and where a transpose does it
         lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
         length: the length of all sequences where ``lengths`` is ``None``
+        device: of the values; ``None`` where ``lengths`` is
     """
 
     num_sequences: int
@@ -80,6 +81,7 @@ class Schedule:
     places: Places | None = None
     lengths: Int64 | None = None
     length: int = 0
+    device: torch.device | None = None
 
     @classmethod
     def dense(cls, num_sequences: int, length: int, hidden_size: int, run_order: RunOrder = "staircase") -> Schedule:
@@ -109,7 +111,7 @@ class Schedule:
         """
         layout = Layout(lengths)
         if run_order == "flat":
-            return cls(layout.num_items, layout.size, run_order, lengths=lengths)
+            return cls(layout.num_items, layout.size, run_order, lengths=lengths, device=device)
         ranked = layout.time_major()
         windows: list[Window] = []
         rows = ranked.batch_sizes
@@ -139,6 +141,7 @@ class Schedule:
             inverse,
             Places.of(place_of, int(rows.sum()), device),
             lengths,
+            device=device,
         )
 
     # Values between flat and run order.
@@ -187,11 +190,11 @@ class Schedule:
             # Time comes first, so the last step is the last rows.
             return run[-self.num_sequences :]
         ends, empty = self._ends
-        values = run.index_select(0, ends.to(run.device))
+        values = run.index_select(0, ends)
         if empty is None:
             return values
         # An empty sequence has no last token: what was read for it is a neighbour's, and is replaced.
-        empty = empty.to(run.device).view(-1, *(1,) * (run.ndim - 1))
+        empty = empty.view(-1, *(1,) * (run.ndim - 1))
         return torch.where(empty, torch.zeros_like(values) if before is None else before, values)
 
     @cached_property
@@ -206,11 +209,13 @@ class Schedule:
         """The place of each sequence's last token [n], and which sequences have none (bool [n]; ``None``: all have)."""
         assert self.lengths is not None
         # 0 for a sequence without tokens at the very front, whose end would be at -1.
-        ends = torch.from_numpy(np.maximum(self.starts + self.lengths - 1, 0))
-        empty = torch.from_numpy(self.lengths == 0) if (self.lengths == 0).any() else None
-        if self.places is not None:
-            ends = self.places.place_of.index_select(0, ends.to(self.places.place_of.device))
-        return ends, empty
+        ends = self._moved(np.maximum(self.starts + self.lengths - 1, 0))
+        empty = self._moved(self.lengths == 0) if (self.lengths == 0).any() else None
+        return ends if self.places is None else self.places.place_of.index_select(0, ends), empty
+
+    def _moved(self, array: np.ndarray) -> Tensor:
+        """A copy on the values' device, once for all layers and without waiting for it."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property
     def _reversal(self) -> tuple[Tensor, Tensor | None] | None:
@@ -220,12 +225,12 @@ class Schedule:
         layout = Layout(self.lengths)
         # A token at i is mirrored to first + last - i of its own sequence.
         last = layout.starts + layout.lengths - 1
-        index = torch.from_numpy((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
+        index = self._moved((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
         if self.places is None:
             return index, None
         # In run order: the place of the token that mirrors the token in this place.
         places = self.places
-        mirrored = index.to(places.place_of.device, non_blocking=True).index_select(0, places.row_of)
+        mirrored = index.index_select(0, places.row_of)
         return places.place_of.index_select(0, mirrored), places.padding
 
 

@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -443,8 +442,8 @@ def evaluation_loader(
             found="a part that split_dataset_by_node has made",
             hint="give it undivided: each sample is evaluated once, on one rank",
         )
-    if isinstance(dataset, datasets.Dataset):
-        dataset = trainer._remove_unused_columns(dataset, description=description)
+    if type(dataset).__module__ == "datasets.arrow_dataset":
+        dataset = trainer._remove_unused_columns(cast(Any, dataset), description=description)
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description=description)
     share = _Share(batch_size, *data_ranks(trainer.model, args))

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import datasets
 import torch
 import transformers
 from torch.utils.data import IterableDataset, Subset
@@ -176,13 +175,13 @@ class Rehearsal:
 
 def _first_of(dataset: Any) -> Any:
     """The first samples of a data set; None for one whose samples can be read once only, or that has none."""
-    if isinstance(dataset, datasets.IterableDataset):
+    if type(dataset).__module__ == "datasets.iterable_dataset":
         return dataset.take(_SAMPLES)
     is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, (IterableDataset, str)) or not is_indexed or len(dataset) == 0:
         return None
     number = min(_SAMPLES, len(dataset))
-    return dataset.select(range(number)) if isinstance(dataset, datasets.Dataset) else Subset(dataset, range(number))
+    return dataset.select(range(number)) if hasattr(dataset, "select") else Subset(dataset, range(number))
 
 
 def _tell(problem: Exception) -> None:
