@@ -8,6 +8,10 @@ lies a whole ``.pt`` archive of that tensor. We write one chunk per tensor. Name
     optim.state.<name>.<key>             exp_avg, exp_avg_sq, ..., step
     optim.param_groups.<i>.<setting>     hyperparameters, and the names of the parameters
 
+Items are read by their paths in what was saved, which ``.metadata`` keeps beside the flat names: a weight lies at the
+top or below ``model``; state below ``state`` and settings below ``param_groups``, of any one key of the top. All of it
+may lie within one key more.
+
 Chunks that are read are what ranks wrote: whole tensors, rows of one (FSDP2), columns (rows of what tensor parallelism
 cut along another dim), or any other blocks. ``ullage.engines.fsdp`` leaves its sizes beside them, in
 ``ullage_layout.json``.
@@ -48,7 +52,7 @@ from ullage.checkpoint.formats.entries import (
 from ullage.checkpoint.formats.locate import fsdp_schedule, object_of, steps_taken
 from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.checkpoint.zero.states import Details
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY, Details
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 
@@ -277,6 +281,21 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
     return root, entries, places
 
 
+def _paths(root: Inert, entries: dict[str, Inert]) -> dict[str, tuple[Any, ...]]:
+    """The path of each item in what was saved; at the top where the planner has kept none. Without a key around all."""
+    kept = root.get("planner_data")
+    kept = kept if isinstance(kept, dict) else {}
+    paths: dict[str, tuple[Any, ...]] = dict.fromkeys(entries, ())
+    for flat in entries:
+        path = kept.get(flat)
+        is_path = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        paths[flat] = tuple(path or ()) if is_path else (flat,)
+    around = {path[0] for path in paths.values()} if all(len(path) > 2 for path in paths.values()) else set()
+    if len(around) == 1 and "model" in {path[1] for path in paths.values()}:
+        return {flat: path[1:] for flat, path in paths.items()}
+    return paths
+
+
 def _is(value: Any, module: str, name: str) -> bool:
     return isinstance(value, Inert) and (value.module, value.name) == (module, name)
 
@@ -288,15 +307,18 @@ def read_dcp(folder: Path) -> Inventory:
     """
     reading = _DcpReading(folder)
     aliases = reading.aliases()
-    for flat, entry in reading.entries.items():
-        if flat.removeprefix("model.") not in aliases:
-            reading.add(flat, entry)
+    for name, flat in reading.weights.items():
+        if name not in aliases:
+            reading.add_tensor(flat, name, "fp32")
+    for flat, (name, key) in reading.states.items():
+        reading.add_state(flat, name, key)
     details = reading.details()
     return Inventory(
         folder, "dcp", _written_by(folder), reading.files,
         tuple(assign_groups(reading.tensors, reading.group_of, reading.buffers or ())),
         steps={group: value for group, (value, _) in details.steps.items()}, aliases=aliases,
-        read_problems=tuple(reading.problems), records=reading.records, details=details,
+        notes=tuple(reading.notes), read_problems=tuple(reading.problems), records=reading.records,
+        optimizer_problems=tuple(reading.left_out), details=details,
     )  # fmt: skip
 
 
@@ -317,7 +339,7 @@ class ItemReading:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        _, self.entries, self.places = read_metadata(folder)
+        self.root, self.entries, self.places = read_metadata(folder)
         hold_descriptions((folder / p.file, p.offset, p.length) for each in self.places.values() for p in each)
         self.problems: list[Problem] = []
         self._files: dict[str, int] = {}
@@ -367,11 +389,20 @@ class ItemReading:
 
 
 class _DcpReading(ItemReading):
-    """A folder of names as ``get_state_dict`` gives them."""
+    """A folder of names as ``get_state_dict`` gives them.
+
+    ``weights``: name -> flat name; ``states``: flat name -> (parameter, key). ``left_out``: state that is not read.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.tensors: list[Tensor] = []
+        self.weights: dict[str, str] = {}
+        self.states: dict[str, tuple[str, str]] = {}
+        self.left_out: list[Problem] = []
+        self.notes: list[str] = []
+        self._setting_of: dict[str, tuple[int, str]] = {}
+        self._sort(_paths(self.root, self.entries))
         #: by group: numbers of the state beside the step
         self.numbers: dict[int, dict[str, Any]] = {}
         self._steps: dict[str, tuple[Any, str | None]] = {}
@@ -383,41 +414,75 @@ class _DcpReading(ItemReading):
             name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
         }
 
-    def add(self, flat: str, entry: Inert) -> None:
-        """Read one item: a tensor, a step, or another number; settings were read before."""
-        is_state, is_tensor = flat.startswith("optim.state."), entry.name == "TensorStorageMetadata"
-        name, _, key = flat.removeprefix("optim.state.").rpartition(".")  # the key follows the last dot
-        if is_state and (key == "step" or not is_tensor):
+    def _sort(self, paths: dict[str, tuple[Any, ...]]) -> None:
+        """What each item is, by its path; what is neither weight nor state of a named parameter is left out."""
+        optimizers = {path[0] for path in paths.values() if len(path) > 2 and path[1] in ("state", "param_groups")}
+        others: dict[str, bool] = {}
+        for flat, path in paths.items():
+            is_tensor, (top, *rest) = self.entries[flat].name == "TensorStorageMetadata", path
+            if not rest or (top == "model" and top not in optimizers):
+                name = ".".join(map(str, rest)) or flat
+                if is_tensor and self.weights.setdefault(name, flat) != flat:
+                    what, found = "two tensors of one name", f"{self.weights[name]} and {flat}"
+                    self.problems.append(Problem(what, ".metadata", parameter=name, found=found))
+            elif optimizers == {top} and len(rest) == 3 and rest[0] == "param_groups" and type(rest[1]) is int:
+                self._setting_of[flat] = rest[1], str(rest[2])
+            elif optimizers == {top} and len(rest) > 2 and rest[0] == "state" and type(rest[1]) is str:
+                self.states[flat] = rest[1], ".".join(map(str, rest[2:]))
+            elif path != BUFFERS:
+                others[str(top)] = others.get(str(top), False) or is_tensor
+        # ``optimizer.state_dict()`` numbers parameters: whose state it is stands nowhere.
+        for flat in [flat for flat, (name, _) in self.states.items() if name not in self.weights]:
+            others[str(paths[flat][0])] = True
+            del self.states[flat]
+        listed = ", ".join(others)
+        if not self.weights:
+            what, expected = "no weights in a distributed checkpoint", "tensors at the top, or below model"
+            hint = 'save {"model": ..., "optim": ...} as get_state_dict gives them'
+            found = ", ".join({str(path[0]): None for path in paths.values()}) or "nothing"
+            self.problems.append(Problem(what, ".metadata", expected=expected, found=found, hint=hint))
+        elif others:
+            self.notes.append(f"left out of .metadata: {listed}")
+        if any(others.values()):
+            what = "tensors that are neither weights nor the state of one optimizer by name of its parameters"
+            expected = "state below optim, as get_state_dict gives it"
+            self.left_out.append(Problem(what, ".metadata", expected=expected, found=listed, hint=WEIGHTS_ONLY))
+
+    def add_state(self, flat: str, name: str, key: str) -> None:
+        """Read the state of a parameter: a tensor, a step, or another number."""
+        if key == "step" or self.entries[flat].name != "TensorStorageMetadata":
             number, dtype = self.value(flat, lambda source: saved_number(source.root, source)) or (None, None)
             if number is not None and key == "step":
                 self._steps[name] = number, dtype
             elif number is not None:
                 self.numbers.setdefault(self.group_of.get(name, 0), {})[key] = number
-        elif is_tensor and (is_state or not flat.startswith("optim.")):
-            name, key = (name, key) if is_state else (flat.removeprefix("model."), "fp32")
-            shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
-            with collect_problems(self.problems, parameter=flat):
-                self.tensors.append(join_chunks(name, key, shape, chunks))
+        else:
+            self.add_tensor(flat, name, key)
+
+    def add_tensor(self, flat: str, name: str, key: str) -> None:
+        """Read a tensor."""
+        shape, chunks = self.shape_of(flat), self.chunks(flat, name, key)
+        with collect_problems(self.problems, parameter=flat):
+            self.tensors.append(join_chunks(name, key, shape, chunks))
 
     def _settings(self) -> list[dict[str, Any]]:
         """Hyperparameters by group, with the names of its parameters."""
         found: dict[int, dict[str, Any]] = {}
-        for flat, entry in self.entries.items():
-            index, _, setting = flat.removeprefix("optim.param_groups.").partition(".")
-            is_one = flat.startswith("optim.param_groups.") and index.isdecimal()
-            source = self.value(flat, lambda each: each) if is_one and entry.name == "BytesStorageMetadata" else None
+        for flat, (index, setting) in self._setting_of.items():
+            is_value = self.entries[flat].name == "BytesStorageMetadata"
+            source = self.value(flat, lambda each: each) if is_value else None
             if source is not None:
-                found.setdefault(int(index), {})[setting] = source.root
+                found.setdefault(index, {})[setting] = source.root
         return [found[index] for index in sorted(found)]
 
     def aliases(self) -> dict[str, str]:
         """Tied names -> the name that is stored, of names whose places are the same."""
         owners: dict[Any, str] = {}
         found: dict[str, str] = {}
-        named = [f.removeprefix("model.") for f in self.entries if f.startswith("model.") and self.places.get(f)]
+        named = [name for name, flat in self.weights.items() if self.places.get(flat)]
         # Of two names, the one that the optimizer knows.
         for name in sorted(named, key=lambda name: name not in self.group_of):
-            places = sorted((p.file, p.offset, p.length) for p in self.places[f"model.{name}"])
+            places = sorted((p.file, p.offset, p.length) for p in self.places[self.weights[name]])
             owner = owners.setdefault(tuple(places), name)
             if owner != name:
                 found[name] = owner
