@@ -163,7 +163,7 @@ def has_no_checksum(name: str, what: str) -> bool:
 def damaged_sources(source: Path, work: Path, count: int, seed: int, format: str) -> tuple[Counter[str], list[str]]:
     """Converts ``count`` mutations of ``source`` to ``format``; (outcomes, failures)."""
     chance = random.Random(f"{seed}/source/{format}")
-    whole = work / "whole"
+    whole = work / "whole" / "global_step3"  # the folder of the files, of shards too
     checkpoint.convert(source, whole, format=format, optimizer=True)
     names = sorted(str(p.relative_to(source)) for p in source.rglob("*") if p.is_file())
     damaged = work / "damaged" / source.name
@@ -175,9 +175,9 @@ def damaged_sources(source: Path, work: Path, count: int, seed: int, format: str
         original = (source / name).read_bytes()
         what, data = mutate(original, chance)
         (damaged / name).write_bytes(data)
-        outcome = _tried(lambda: checkpoint.convert(damaged, work / "out" / "made", format=format, optimizer=True))
+        outcome = _tried(lambda: checkpoint.convert(damaged, work / "out" / whole.name, format=format, optimizer=True))
         if outcome == "accepted":
-            changed = _differing(whole, work / "out" / "made", format)
+            changed = _differing(whole, work / "out" / whole.name, format)
             outcome = f"accepted with changed content: {changed}" if changed else "accepted, same content"
             if changed and has_no_checksum(name, what):
                 outcome = "accepted, changed where the format has no checksum"
@@ -194,7 +194,7 @@ def damaged_sources(source: Path, work: Path, count: int, seed: int, format: str
 def damaged_targets(source: Path, work: Path, count: int, seed: int, format: str) -> tuple[Counter[str], list[str]]:
     """Asks ``verify`` of ``count`` mutations of a conversion of ``source``, and of each file removed."""
     chance = random.Random(f"{seed}/target/{format}")
-    target = work / "target"
+    target = work / "target" / "global_step3"
     checkpoint.convert(source, target, format=format, optimizer=True)
     inventory = checkpoint.read(source)
     paths = sorted(p for p in target.rglob("*") if p.is_file() and p.name != "ullage.json")

@@ -34,6 +34,8 @@ GROUPS: list[dict[str, tuple[int, ...]]] = [
     {f"large{i}": (700, 1000 + i) for i in range(4)},
     {f"small{i}": (50 + i % 40,) for i in range(1500)},
 ]
+#: The folder that is written; shards lie in one of such a name.
+TAG = "global_step3"
 CLIENT = """
 import json, sys
 from ullage import checkpoint
@@ -55,11 +57,13 @@ def main() -> int:
         seconds = {}
         for format, more in FORMATS.items():
             began = time.monotonic()
-            checkpoint.convert(truth.folder, work / "whole" / format, format=format, **more)
+            checkpoint.convert(truth.folder, work / "whole" / format / TAG, format=format, **more)
             seconds[format] = time.monotonic() - began
         while sum(row["kills"] for row in rows) < options.kills:
             format = list(FORMATS)[len(rows) % len(FORMATS)]
-            rows.append(one(truth.folder, work / str(len(rows)) / format, work / "whole" / format, seconds, chance))
+            rows.append(
+                one(truth.folder, work / str(len(rows)) / format / TAG, work / "whole" / format / TAG, seconds, chance)
+            )
             print(json.dumps(rows[-1]), flush=True)
     finally:
         shutil.rmtree(work)
@@ -77,10 +81,10 @@ def conclude(name: str, rows: list[dict[str, Any]], **settings: object) -> int:
 
 def one(source: Path, target: Path, whole: Path, seconds: dict[str, float], chance: random.Random) -> dict[str, Any]:
     """One conversion, killed up to four times; the row of the table."""
-    kills, halves, wrong = 0, 0, []
-    command = [sys.executable, "-c", CLIENT, source, target, target.name, json.dumps(FORMATS[target.name])]
+    kills, halves, wrong, format = 0, 0, [], target.parent.name
+    command = [sys.executable, "-c", CLIENT, source, target, format, json.dumps(FORMATS[format])]
     for attempt in range(5):
-        delay = chance.uniform(0.0, seconds[target.name]) if attempt < 4 else 240.0
+        delay = chance.uniform(0.0, seconds[format]) if attempt < 4 else 240.0
         with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()
@@ -97,7 +101,7 @@ def one(source: Path, target: Path, whole: Path, seconds: dict[str, float], chan
             break
     wrong += [] if status in (0, -signal.SIGKILL) else [f"status {status}"]
     wrong += differences(whole, target)
-    return {"format": target.name, "kills": kills, "with a partial": halves, "wrong": wrong}
+    return {"format": format, "kills": kills, "with a partial": halves, "wrong": wrong}
 
 
 def differences(whole: Path, made: Path) -> list[str]:

@@ -78,7 +78,7 @@ def test_every_layout_gives_the_weights_by_their_own_names_and_moments_are_never
 
 
 @pytest.mark.parametrize(
-    "saved, said",
+    ("saved", "said"),
     [
         ({"model": {"w": torch.ones(3)}, "w": torch.zeros(3)}, "two tensors of one name.*model.w and w"),
         ({"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}, "no weights.*found optimizer"),

@@ -162,7 +162,7 @@ def test_runs_of_other_kinds_keep_their_order_of_parameters(recipe, tmp_path):
 
 def test_verify_sees_what_differs_in_shards(one_process, tmp_path):
     """A setting of one rank, an element of padding, a dtype in the module, a missing rank."""
-    folder = tmp_path / "zero"
+    folder = tmp_path / "global_step3"
     checkpoint.convert(one_process, folder, format="zero2", ranks=4)
     path = folder / "zero_pp_rank_3_mp_rank_00_optim_states.pt"
     whole = path.read_bytes()

@@ -158,7 +158,7 @@ def test_weights_alone_become_shards_that_hold_no_state(tmp_path: Path):
         back = checkpoint.read(tmp_path / format)
         assert back.keys == ("fp32",)
         assert torch.equal(value_of(back, back.tensor("2.weight")), model[2].weight.bfloat16().float())
-        shard = next((tmp_path / format).glob("*_optim_states.pt"))
+        shard = next((tmp_path / format).rglob("*_optim_states.pt"))
         held = torch.load(shard, weights_only=False)["optimizer_state_dict"]
         assert held["optimizer_state_dict" if format == "zero3" else "base_optimizer_state"]["param_groups"] == []
 

@@ -159,6 +159,9 @@ def _report_lines(report: dict[str, Any]) -> Iterator[str]:
     for name, key, number in report["not_finite"]:
         yield f"not finite: {number:,} elements of {name} {key} are NaN or Inf"
     yield from (f"note: {note}" for note in report["notes"])
+    if report["format"].startswith("zero"):
+        folder, _, tag = report["target"].rpartition("/")
+        yield f'load it: engine.load_checkpoint("{folder}", tag="{tag}")'
 
 
 def _dry_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -110,7 +110,9 @@ def convert(
 
     Args:
         source: the folder or URL, as for :func:`ullage.checkpoint.read`, or an inventory.
-        target: a folder that does not exist, whose parents are made; or a URL at which nothing lies.
+        target: a folder that does not exist, whose parents are made; or a URL at which nothing lies. Of ``zero1`` to
+            ``zero3`` the folder for ``engine.load_checkpoint``: the files lie in ``global_stepN`` of it, and ``latest``
+            beside that; or a folder of such a name itself.
         format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a
             plain Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
@@ -133,6 +135,7 @@ def convert(
     target = checkpoint_path(target, storage_options)
     target = target if is_remote(target) else Path(os.path.abspath(target))
     formats.require_format(format, ranks)
+    target = formats.place_of(inventory, target, format)
     # Everything that can be refused is refused before a byte is written.
     formats.require_none(inventory, inventory.problems())
     targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer, ranks=ranks)

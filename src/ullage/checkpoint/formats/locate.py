@@ -6,6 +6,8 @@ Beside it lie small files that a Trainer leaves, in the checkpoint or in the fol
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _STATES = "ullage_states.json"
 def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
     """(folder of the files, format). The folder may be the tag's or its parent, which says which tag is the latest.
 
+    Of a Trainer's folder it is the newest checkpoint in it, also where the weights that a run has ended with lie there.
+
     Raises ``CheckpointError`` for a folder that is missing or not a checkpoint.
     """
     with as_checkpoint_error(str(folder)):
@@ -45,6 +49,9 @@ def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
     found = _format(folder)
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
     pointed = any((folder / pointer).is_file() for pointer in _POINTERS)
+    kept = checkpoints_of(folder) if found in (None, "safetensors") and not pointed else []
+    if kept:
+        return locate_checkpoint(kept[-1])
     if found and not (found in ("safetensors", "trainer") and pointed):
         return folder, found
     inner = folder / MODEL_AND_OPTIMIZER
@@ -68,13 +75,25 @@ def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
         raise CheckpointError(
             f"{pointer} names a checkpoint that is not there", where=str(folder), found=tag[:200] or "nothing"
         )
-    names = sorted(p.name for p in folder.iterdir())[:4]
+    names, inner = sorted(p.name for p in folder.iterdir()), list[str]()
+    for name in names:
+        with suppress(CheckpointError):
+            inner += [name] if (folder / name).is_dir() and _format(folder / name) else []
     raise CheckpointError(
         "the folder is not a checkpoint",
         where=str(folder),
         expected="*_optim_states.pt, zero/, *.safetensors or .metadata in it, or a file named latest",
-        found=", ".join(names) or "an empty folder",
+        found=", ".join(names[:4]) or "an empty folder",
+        hint=f"give a folder in it that is one: {', '.join(inner[:4])}" if inner else None,
     )
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints in a Trainer's folder, oldest first; without those that lack what Trainer writes last."""
+    with as_checkpoint_error(str(folder)):
+        named = {path: re.fullmatch(r"checkpoint-(\d{1,18})", path.name) for path in folder.iterdir()}
+        numbers = {path: int(name[1]) for path, name in named.items() if name and (path / TRAINER_STATE).is_file()}
+    return sorted(numbers, key=lambda path: numbers[path])
 
 
 def _format(folder: Path) -> str | None:

@@ -87,9 +87,7 @@ class ModelParts:
             ranks: data-parallel ranks of the engine.
             config: that of the run.
         """
-        details = Details.of(self.inventory)
-        steps = [step for step in self.inventory.steps.values() if isinstance(step, (int, float))]
-        step = int(max(steps, default=0)) if details.global_step is None else details.global_step
+        details, step = Details.of(self.inventory), global_step(self.inventory)
         content: dict[str, Any] = {
             "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step,
         }  # fmt: skip
@@ -147,6 +145,13 @@ def module_dtype(inventory: Inventory) -> str | None:
             if name in trained and isinstance(value, TensorRef) and value.dtype in FLOATS[1:]:
                 return value.dtype
     return None
+
+
+def global_step(inventory: Inventory) -> int:
+    """The steps of the run, or those of the optimizer where nothing tells."""
+    told = Details.of(inventory).global_step
+    steps = [step for step in inventory.steps.values() if isinstance(step, (int, float))]
+    return int(max(steps, default=0)) if told is None else told
 
 
 def schedule_of(inventory: Inventory) -> Any:

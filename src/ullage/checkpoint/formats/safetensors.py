@@ -16,6 +16,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,7 +64,10 @@ _COPY = "copy the file again from where it was saved"
 def safetensors_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bool = False) -> list[Target]:
     """The files of the folder, without the tensors' bytes."""
     weights = [(t.name, t, cast_of(t, dtype)) for t in weights_of(inventory)]
-    targets = _files("model", weights, weights_header(inventory))
+    # An adapter stays one, which needs its configuration.
+    adapter = (inventory.folder / "adapter_model.safetensors").is_file()
+    targets = _files("adapter_model" if adapter else "model", weights, weights_header(inventory))
+    targets += small_file_targets(inventory.folder, ["adapter_config.json"] if adapter else [])
     if optimizer:
         states = [(f"{t.key}:{t.name}", t, t.dtype) for t in states_of(inventory)]
         targets += _files("optimizer/optimizer", states, optimizer_header(inventory))
@@ -203,6 +207,12 @@ def read_safetensors(folder: Path) -> Inventory:
         files.append(File(name, size, "weights"))
         said |= held if isinstance(held, dict) else {}
     missing, notes = missing_parts(folder, labels)
+    for name in _again(folder, labels, tensors):
+        notes.append(f"{name} holds the model once more, by other names, and is passed over: no index names it")
+        for label in labels[name] or ():
+            del tensors[label, "fp32"]
+    if (folder / "optimizer.bin").is_file():
+        notes.append("optimizer.bin is not read: state by number, as accelerate saves it; the weights alone are")
     problems += missing
     details, aliases, buffers = Details(buffers_known=False), dict[str, str](), set[str]()
     with collect_problems(problems):
@@ -341,6 +351,21 @@ def _find_missing_numbers(held: Iterable[str]) -> Iterable[Problem]:
                 found=f"{len(within)}",
                 hint=_COPY,
             )
+
+
+def _again(folder: Path, held: Held, tensors: Mapping[tuple[str, str], Tensor]) -> list[str]:
+    """The file that no index names and that has a tensor of each shape of those that an index names, as Mistral's."""
+    named: set[str] = set()
+    for path in folder.glob("*.safetensors.index*.json"):
+        with suppress(CheckpointError):  # which is a problem of its own
+            named |= set(_weight_map(path).values())
+
+    def shapes(files: Iterable[str]) -> list[tuple[int, ...]]:
+        return sorted(tensors[label, "fp32"].shape for file in files for label in held[file] or ())
+
+    there = [name for name in held if "/" not in name]
+    listed = shapes(name for name in there if name in named)
+    return [name for name in there if name not in named and listed and shapes([name]) == listed]
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -6,6 +6,8 @@ To add a format, name its reader in ``_READERS``, and what lays out its files in
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ullage.checkpoint.formats import model_states, trainer_folder, universal
 from ullage.checkpoint.formats.dcp import dcp_targets, read_dcp
 from ullage.checkpoint.formats.entries import known_buffers
 from ullage.checkpoint.formats.hub_names import hub_named
-from ullage.checkpoint.formats.locate import locate_checkpoint
+from ullage.checkpoint.formats.locate import checkpoints_of, locate_checkpoint
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
 from ullage.checkpoint.formats.torch_dist import read_torch_dist, torch_dist_targets
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
@@ -49,16 +51,22 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
     ``folder`` is a folder of this machine or a URL that fsspec knows, for which ``storage_options`` are fsspec's: the
     tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or ``latest_checkpointed_iteration.txt``;
     or a universal, safetensors, DCP or Megatron-Core folder; or ``checkpoint-N`` of a Trainer, with ``optimizer.pt`` or
-    a folder of these in it. No tensor data is read, and no
-    code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
+    a folder of these in it; or a Trainer's folder, of which it is the newest checkpoint, and a note says so. No tensor
+    data is read, and no code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 
     Raises ``CheckpointError`` for a folder that is not a checkpoint, for experts of a kind that is not read, and for a
     file that asks to run code.
     """
-    path, format = locate_checkpoint(checkpoint_path(folder, storage_options))
+    given = checkpoint_path(folder, storage_options)
+    path, format = locate_checkpoint(given)
     try:
         with list_anew(path):
-            return _READERS[format](path)
+            found = _READERS[format](path)
+            kept = [] if path == given else checkpoints_of(given)
+            if not any(each in (path, path.parent) for each in kept):
+                return found
+            said = f"{given.name} holds {', '.join(each.name for each in kept)}: this is the newest"
+            return replace(found, notes=(said, *found.notes))
     finally:
         let_go(path)
 
@@ -100,6 +108,13 @@ def _targets(
     return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
 
 
+def place_of(inventory: Inventory, target: Path, format: str) -> Path:
+    """The folder of the files: of ZeRO shards one named by the step, in ``target`` if that is not named so itself."""
+    if format not in STAGES or re.fullmatch(r"global_step\d+", target.name):
+        return target
+    return target / f"global_step{model_states.global_step(inventory)}"
+
+
 def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]:
     """Facts about a conversion that hinder nothing: what the source lacks, or the target leaves out or rounds.
 
@@ -122,7 +137,11 @@ def require_format(format: str, ranks: int | None = None) -> None:
     if format not in FORMATS:
         raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
     if ranks is not None and format not in STAGES:
-        raise InputError(f"{format} is for any number of ranks", found=f"ranks {ranks}", hint="leave ranks out")
+        raise InputError(
+            f"{format} is for any number of ranks",
+            found=f"ranks {ranks}",
+            hint=f"shards are --to {' or '.join(STAGES)}",
+        )
 
 
 def carries_optimizer(format: str, optimizer: bool | None) -> bool:

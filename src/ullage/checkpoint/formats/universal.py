@@ -199,6 +199,14 @@ def read_universal(folder: Path) -> Inventory:
             found.add(path, shapes, group_of)
     for model in models:
         found.add_of_module(model, shapes)
+    whole = {t.name: t.shape for t in found.tensors if t.key == "fp32"}
+    for tensor in found.tensors:
+        if tensor.kind == "parameter" and tensor.shape != whole.get(tensor.name, tensor.shape):
+            what, said = "state of another shape than its weight", (whole[tensor.name], tensor.shape)
+            expected, shown = (str(list(shape)) for shape in said)
+            found.problems.append(
+                Problem(what, parameter=f"{tensor.name} {tensor.key}", expected=expected, found=shown)
+            )
     steps: dict[int, tuple[Any, str | None]] = {}
     for name, step in found.steps.items():
         if name in group_of and steps.setdefault(group_of[name], step) != step:
