@@ -123,6 +123,16 @@ def test_plain_data_is_read():
             Unpickler(pickle.dumps(value, protocol)).load()
 
 
+@pytest.mark.parametrize("name", ["dictconfig DictConfig", "listconfig ListConfig", "nodes AnyNode", "base Metadata"])
+def test_settings_of_hydra_and_lightning_are_read_and_not_called(name):
+    """Their files hold the class, made without its constructor, and its state; typing.Any stands in it as a value."""
+    named = f"comegaconf.{name.replace(' ', chr(10))}\n".encode()
+    state = b"}X\x04\x00\x00\x00typectyping\nAny\ns"
+    Unpickler(b"\x80\x02" + named + b")\x81" + state + b"b.").load()
+    with pytest.raises(Refused, match="omegaconf"):
+        Unpickler(b"\x80\x02" + named + program("x")[2:-1] + b"\x85R.").load()
+
+
 HARMFUL = Call(getattr, pathlib.Path, "write_text")
 
 

@@ -65,6 +65,7 @@ _CALLED = {
     "signal": "Signals",
     "time": "struct_time",
     "types": "SimpleNamespace",
+    "typing": "Any",
     "uuid": "UUID SafeUUID",
     "zoneinfo": "ZoneInfo ZoneInfo._unpickle",
     "numpy": "dtype ndarray bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64",
@@ -108,6 +109,7 @@ _MODULES: tuple[tuple[Use, re.Pattern[str]], ...] = (
             r"|transformers\.(training_args|training_args_seq2seq|trainer_pt_utils|trainer_callback)"
             r"|transformers\.(utils\.quantization_config|integrations\.deepspeed)"
             r"|accelerate\.(state|utils\.dataclasses)|peft\.(config|tuners\.\w+\.config)|trl\.trainer\.\w+_config"
+            r"|omegaconf\.(base|nodes|dictconfig|listconfig)"
         ),
     ),
 )
