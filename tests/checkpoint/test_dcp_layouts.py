@@ -45,6 +45,7 @@ def by_name(trained):
 LAYOUTS = {
     "get_state_dict": (lambda t: by_name(t), True, None),
     "torch's tutorial, below app": (lambda t: {"app": by_name(t)}, True, None),
+    "an epoch beside them": (lambda t: {"app": {**by_name(t), "epoch": 3}}, True, None),
     "optimizer by name": (lambda t: {"model": by_name(t)["model"], "optimizer": by_name(t)["optim"]}, True, None),
     "the model at the top": (lambda t: t[0].state_dict(), False, None),
     "optimizer by number": (lambda t: {"model": t[0].state_dict(), "optimizer": t[1].state_dict()}, False, "optimizer"),

@@ -329,9 +329,7 @@ class TorchCell(Cell):
         super()._apply(fn, recurse)
         weights, private = self._weights(), cast(Any, torch)
         own = all(isinstance(weight, nn.Parameter) for weight in weights)  # not while a parametrisation stands in
-        # torch's check does not know bfloat16, which cuDNN takes like float16.
-        like = torch.empty(0, device=weights[0].device, dtype=torch.half)
-        ready = own and weights[0].is_cuda and torch.backends.cudnn.is_acceptable(like)
+        ready = own and weights[0].is_cuda and _is_acceptable(weights[0])
         if ready and private._use_cudnn_rnn_flatten_weight():
             mode = cudnn.get_cudnn_mode(self.kernel.upper())
             with torch.cuda.device_of(weights[0]), torch.no_grad():
@@ -416,6 +414,13 @@ class ReLUCell(_ElmanCell):
     """Elman's network with ReLU, as in ``torch.nn.RNN``."""
 
     kernel = "rnn_relu"
+
+
+def _is_acceptable(weight: Tensor) -> bool:
+    """Whether cuDNN runs cells of this weight; torch's check does not know bfloat16, which it takes from Ampere on."""
+    if weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device) >= (8, 0):
+        weight = weight.new_empty(0, dtype=torch.half)
+    return torch.backends.cudnn.is_acceptable(weight)
 
 
 def _kernel(

@@ -290,8 +290,8 @@ def _paths(root: Inert, entries: dict[str, Inert]) -> dict[str, tuple[Any, ...]]
         path = kept.get(flat)
         is_path = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
         paths[flat] = tuple(path or ()) if is_path else (flat,)
-    around = {path[0] for path in paths.values()} if all(len(path) > 2 for path in paths.values()) else set()
-    if len(around) == 1 and "model" in {path[1] for path in paths.values()}:
+    around = {path[0] for path in paths.values()} if all(len(path) > 1 for path in paths.values()) else set()
+    if len(around) == 1 and "model" not in around and "model" in {path[1] for path in paths.values()}:
         return {flat: path[1:] for flat, path in paths.items()}
     return paths
 
