@@ -135,7 +135,7 @@ def convert(
     target = checkpoint_path(target, storage_options)
     target = target if is_remote(target) else Path(os.path.abspath(target))
     formats.require_format(format, ranks)
-    target = formats.place_of(inventory, target, format)
+    target = formats.shards_folder(inventory, target, format)
     # Everything that can be refused is refused before a byte is written.
     formats.require_none(inventory, inventory.problems())
     targets = formats.targets(inventory, format, dtype=dtype, optimizer=optimizer, ranks=ranks)

@@ -108,7 +108,7 @@ def _targets(
     return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
 
 
-def place_of(inventory: Inventory, target: Path, format: str) -> Path:
+def shards_folder(inventory: Inventory, target: Path, format: str) -> Path:
     """The folder of the files: of ZeRO shards one named by the step, in ``target`` if that is not named so itself."""
     if format not in STAGES or re.fullmatch(r"global_step\d+", target.name):
         return target
