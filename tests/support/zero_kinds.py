@@ -277,7 +277,7 @@ def require_whole(source: Path, truth: dict[str, torch.Tensor], folder: Path) ->
         assert checkpoint.verify(source, folder / format) == []
     weights = load_file(folder / "safetensors" / "model.safetensors")
     states = load_file(next((folder / "safetensors" / "optimizer").glob("*.safetensors")))
-    stored = _load_state_dict_from_keys(checkpoint_id=folder / "dcp", no_dist=True)
+    stored = _load_state_dict_from_keys(checkpoint_id=folder / "dcp")
     for entry, value in truth.items():
         name, key = entry.rsplit("/", 1)
         is_state = key.startswith("exp_avg")
