@@ -1,6 +1,7 @@
 """A name that two pipeline stages hold is one parameter only if their values are equal."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.support import real_zero
 from tests.support.checkpoints import contents, edit
 from tests.support.real_zero import Recipe
+from tests.support.zero_kinds import require_whole, run_kind
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError
 
@@ -88,3 +90,59 @@ def test_two_shapes_of_one_name_are_refused(tmp_path):
         edit(path, lambda content: content.update(checkpoint_parallel_dimensions=DEGREES))
     with pytest.raises(CheckpointError, match=r"pipeline stages hold different tensors of one name .*parameter w"):
         checkpoint.convert(written.folder, tmp_path / "out")
+
+
+# Pipelines on DeepSpeed's own topology
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """A real pipeline of two stages with frozen weights and running means; (folder, what its ranks held)."""
+    return run_kind(tmp_path_factory.mktemp("grid"), "grid pipeline")
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["as written today", "without parallel dimensions"])
+def test_a_pipeline_keeps_what_no_optimizer_holds(grid, tmp_path, described):
+    """Frozen weights and buffers vanished: the layers' files have no tensor-parallel rank in their names."""
+    source, truth = copied(grid, tmp_path)
+    if not described:  # as before 0.19
+        for path in source.rglob("mp_rank_*_model_states.pt"):
+            edit(path, lambda content: content.pop("checkpoint_parallel_dimensions"))
+    inventory = checkpoint.read(source)
+    assert (inventory.written_by.tp, inventory.written_by.pp) == (1, 2)
+    assert {f"{t.name}/{t.key}" for t in inventory.tensors} == set(truth)
+    assert {t.name for t in inventory.tensors if t.kind == "buffer"} == {"1.mean", "4.mean"}
+    require_whole(source, truth, tmp_path)
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+def test_a_layers_file_that_is_missing_is_noticed(grid, tmp_path, layer):
+    source, _ = copied(grid, tmp_path)
+    name = f"layer_{layer:02d}-model_states.pt"
+    (source / "global_step3" / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"the file of a layer is missing .*{name}"):
+        checkpoint.convert(source, tmp_path / "out")
+
+
+def test_layers_without_a_file_are_said(grid, tmp_path):
+    """Nothing tells a layer of frozen weights alone from a function, so that is said."""
+    source, _ = copied(grid, tmp_path)
+    (source / "global_step3" / "layer_03-model_states.pt").unlink()
+    assert [note for note in checkpoint.read(source).notes if "have no file" in note] == [
+        "layers [2, 3] of the pipeline have no file: right for functions and tied layers; of a layer of frozen weights "
+        "alone, nothing else would tell"
+    ]
+
+
+def test_a_frozen_layer_is_not_taken_for_a_tied_one(grid, tmp_path):
+    """A layer of the shapes of a tied one, which nothing else tells from it, has other values."""
+    source, _ = copied(grid, tmp_path)
+    edit(source / "global_step3" / "layer_00-model_states.pt", lambda content: content["weight"].add_(1))
+    with pytest.raises(CheckpointError, match=r"different values of one parameter .*tied_modules.embed.weight"):
+        checkpoint.convert(source, tmp_path / "out")
+
+
+def copied(run, tmp_path):
+    folder, truth = run
+    shutil.copytree(folder, tmp_path / "run")
+    return tmp_path / "run", truth

@@ -5,12 +5,13 @@ weights and moments of every parameter under their names in the whole model.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.support.zero_worker import Job, base_config, whole_state
+from tests.support.zero_worker import Job, base_config, launch, whole_state
 
 WIDTH = 24
 STEPS = 3
@@ -156,10 +157,135 @@ def pipeline(job: Job, rank: int) -> dict[str, Any]:
     return {"truth": gathered(engine, ("exp_avg", "exp_avg_sq")), "stage": engine.stage_id}
 
 
-KINDS = {f.__name__: f for f in (plain, fp16, lora, autotp, pipeline)}
+class Scaled(nn.Module):
+    """A layer with what no optimizer holds: a frozen weight, and a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
+        self.register_buffer("mean", torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x))
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return (hidden - self.mean) * self.scale
+
+
+def grid_pipeline(job: Job, rank: int) -> dict[str, Any]:
+    """Two stages on DeepSpeed's own topology; one layer has nothing but a frozen weight."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    options = job.config["options"]
+
+    class Fixed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH, bias=False)
+            self.requires_grad_(False)
+
+    def backwards(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight
+
+    layers: list[Any] = [
+        TiedLayerSpec("embed", nn.Linear, 8, WIDTH, bias=False),
+        LayerSpec(Scaled),
+        torch.tanh,
+        LayerSpec(Fixed),
+        LayerSpec(Scaled),
+        TiedLayerSpec("embed", nn.Linear, 8, WIDTH, bias=False, forward_fn=backwards),
+    ]
+    topology = None
+    if options.get("model"):
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=job.world // 2)
+    model = PipelineModule(
+        layers, num_stages=None if topology else 2, topology=topology, partition_method="uniform",
+        loss_fn=lambda out, y: ((out.sum(-1) - y) ** 2).mean(),
+    )  # fmt: skip
+    engine = _engine(job, model, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=4)
+    data = iter([batch(step, 0, torch.float32) for step in range(100)])
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    truth = gathered(engine, ("exp_avg", "exp_avg_sq"))
+    truth |= {f"{name}/buffer": held.clone() for name, held in engine.module.named_buffers()}
+    engine.save_checkpoint(
+        str(job.save_to), tag="global_step3", exclude_frozen_parameters=options.get("exclude_frozen", False)
+    )
+    return {"truth": truth, "stage": engine.stage_id}
+
+
+def sequence_parallel(job: Job, rank: int) -> dict[str, Any]:
+    """Ulysses: pairs of ranks share a sequence, and ZeRO cuts over all ranks (by an ``mpu``) or over its pairs."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    if job.config["options"]["by"] == "mesh":
+        more: dict[str, Any] = {"mesh_param": (job.world // 2, 2)}
+    else:
+        parallel_state_sp.initialize_sequence_parallel(2)
+        more = {"mpu": parallel_state_sp}
+    model = Net()
+    model.norm.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=_config(job), dist_init_required=False, **more
+    )[0]
+    return _train(engine, job, rank // 2)
+
+
+KINDS = {f.__name__: f for f in (plain, fp16, lora, autotp, pipeline, grid_pipeline, sequence_parallel)}
 
 
 def run(job: Job, rank: int) -> dict[str, Any]:
     torch.manual_seed(job.seed)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return KINDS[job.config["kind"]](job, rank)
+
+
+#: Runs of which several tests need one: (ranks, stage, configuration).
+RUNS = {
+    "grid pipeline": (2, 1, {"kind": "grid_pipeline", "options": {}}),
+    "sequence parallel, stage 1": (4, 1, {"kind": "sequence_parallel", "options": {"by": "mpu"}}),
+    "sequence parallel, stage 2": (4, 2, {"kind": "sequence_parallel", "options": {"by": "mpu"}}),
+    "sequence parallel, stage 3": (4, 3, {"kind": "sequence_parallel", "options": {"by": "mpu"}}),
+    "mesh, stage 2": (4, 2, {"kind": "sequence_parallel", "options": {"by": "mesh"}}),
+    "mesh, stage 3": (4, 3, {"kind": "sequence_parallel", "options": {"by": "mesh"}}),
+}
+
+
+def run_kind(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The folder that a run of :data:`RUNS` saved, and the truth of all its ranks together."""
+    world, stage, config = RUNS[kind]
+    job = Job(folder / "results", world, stage, seed=1, save_to=folder / "saved", config=config,
+              module=__name__, function="run")  # fmt: skip
+    results = launch(job, timeout=120)
+    assert not any("error" in r for r in results), [r.get("traceback") for r in results]
+    return folder / "saved", {name: value for r in reversed(results) for name, value in r["truth"].items()}
+
+
+def require_whole(source: Path, truth: dict[str, torch.Tensor], folder: Path) -> None:
+    """Convert ``source`` to every format, in ``folder``, and compare all tensors with ``truth``."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    from ullage import checkpoint
+
+    assert checkpoint.read(source).problems() == []
+    for format, more in (("universal", {}), ("safetensors", {"optimizer": True}), ("dcp", {})):
+        checkpoint.convert(source, folder / format, format=format, **more)
+        assert checkpoint.verify(source, folder / format) == []
+    weights = load_file(folder / "safetensors" / "model.safetensors")
+    states = load_file(next((folder / "safetensors" / "optimizer").glob("*.safetensors")))
+    stored = _load_state_dict_from_keys(checkpoint_id=folder / "dcp")
+    for entry, value in truth.items():
+        name, key = entry.rsplit("/", 1)
+        is_state = key.startswith("exp_avg")
+        file = folder / "universal" / "zero" / name / f"{key if is_state else 'fp32'}.pt"
+        found = {
+            "universal": torch.load(file, weights_only=False)["param"],
+            "safetensors": states[f"{key}:{name}"] if is_state else weights[name],
+            "dcp": stored["optim"]["state"][name][key] if is_state else stored["model"][name],
+        }
+        for format, tensor in found.items():
+            assert torch.equal(tensor.float(), value.float()), (format, entry)

@@ -84,7 +84,7 @@ def _read_plain(folder: Folder) -> Inventory:
     tied = _ties(lead) if tp * pp == 1 else {}
     for model in folder.models.values():
         model.aliases = {**tied, **model.aliases}
-    held, twins = modules.frozen_and_buffers(Joining(folder, patterns, tp), 1, set())
+    held, twins = modules.frozen_and_buffers(Joining(folder, patterns, tp), 1, {})
     # No optimizer has claimed anything yet, so all parameters were read as frozen; here they are the weights.
     weights = [replace(t, key="fp32", kind="parameter") if t.kind == "frozen" else t for t in held]
     folder.notes.append("no ZeRO (stage 0): the weights are those of the module")

@@ -102,13 +102,29 @@ def read_folder(path: Path) -> Folder:
             continue
         table[key] = parsed
         folder.records[index] = record_table(source)
-
+    _join_sequence_ranks(folder)
     if strangers:
         names = listed(list(strangers), 5)
         folder.notes.append(
             f"names of other packages, not looked into: {names}; a loader of the model states imports them"
         )
     return folder
+
+
+def _join_sequence_ranks(folder: Folder) -> None:
+    """Take ranks that share sequences (Ulysses) for one model rank, though ``checkpoint_parallel_dimensions`` or names
+    as ``zero_pp_rank_1_mp_rank_01`` call them tensor parallel: of ``mp_world_size`` 1, each data-parallel rank once.
+    """
+    kept = list[dict[Any, Any]]([folder.shards, folder.models])
+    alone = all(len({dp for _, dp in held}) == len(held) for held in kept)
+    if not alone or any(model.root.get("mp_world_size") != 1 for model in folder.models.values()):
+        return
+    for held in kept:
+        for (model_rank, dp_rank), one in list(held.items()):
+            one.model_rank = 0
+            held[0, dp_rank] = held.pop((model_rank, dp_rank))
+    for model in folder.models.values():
+        model.degrees = model.degrees and (1, 1)
 
 
 @contextmanager

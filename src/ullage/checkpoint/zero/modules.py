@@ -7,7 +7,8 @@ saves its layers in files of their own, under the names that its parameters have
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,21 +21,24 @@ from ullage.checkpoint.zero.folder import Folder, collect_problems, record_table
 from ullage.checkpoint.zero.parallel import Joining, Stages
 from ullage.checkpoint.zero.partitions import stage3_group
 
+#: Groups: key of a tied layer, name of a tensor within it.
+_TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 Kind = Literal["parameter", "frozen", "buffer"]
 
 
 def frozen_and_buffers(
-    joining: Joining, world: int, trained: set[str], others: Iterable[tuple[int, Tensor]] = ()
+    joining: Joining, world: int, trained: Mapping[str, Tensor | None], others: Iterable[tuple[int, Tensor]] = ()
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Frozen parameters and buffers, joined over tensor-parallel ranks; a buffer is taken from the first.
 
     Args:
         joining: joins slices; its folder gets the problems and notes.
         world: number of data-parallel ranks.
-        trained: names of the parameters that an optimizer holds.
+        trained: by name the parameters that an optimizer holds; None for one that could not be joined.
         others: tensors of other files, each with its model rank.
 
-    Returns the tensors, and the pairs of frozen parameters that two pipeline stages hold.
+    Returns the tensors, and pairs that must be equal: frozen parameters that two pipeline stages hold, and the trained
+    parameters of tied layers with the copies in the layers' files.
     """
     folder, held = joining.folder, list[tuple[int, Tensor]]()
     stage3 = any(s.stage == 3 for s in folder.shards.values())
@@ -48,7 +52,8 @@ def frozen_and_buffers(
         held += [(model_rank, tensor) for tensor in found.values()]
     frozen: Stages = {}
     whole: dict[str, Tensor] = {}
-    for model_rank, tensor in [*held, *_of_layers(folder, trained), *others]:
+    layers, copies = _of_layers(joining, trained)
+    for model_rank, tensor in [*held, *layers, *others]:
         strided = tensor.merge.kind == "strided"
         if tensor.kind == "buffer" or (joining.tp == 1 and tensor.name not in whole and strided):
             whole.setdefault(tensor.name, tensor)
@@ -58,7 +63,7 @@ def frozen_and_buffers(
             parts, rank = joining.stage_of(frozen, tensor.name, "frozen", model_rank)
             parts[rank] = replace(tensor.slices[0], model_rank=model_rank), tensor.dtype, None
     tensors, twins = joining.join(frozen, "frozen")
-    return [*tensors, *whole.values()], twins
+    return [*tensors, *whole.values()], [*copies, *twins]
 
 
 def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFile, kind: Kind = "buffer") -> Tensor:
@@ -81,7 +86,7 @@ def whole_tensor(name: str, key: str, ref: TensorRef, file: int, source: TorchFi
     return Tensor(name, key, shape, ref.dtype, kind, (part,), merge)
 
 
-def _of_module(folder: Folder, model: shards.ModelFile, trained: set[str]) -> dict[str, Tensor]:
+def _of_module(folder: Folder, model: shards.ModelFile, trained: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     tied = folder.aliases
     for name, value in (model.module or {}).items():
@@ -144,33 +149,78 @@ def _frozen3(folder: Folder, model_rank: int, world: int) -> dict[str, Tensor]:
     return found
 
 
-def _of_layers(folder: Folder, trained: set[str]) -> list[tuple[int, Tensor]]:
+def _of_layers(
+    joining: Joining, trained: Mapping[str, Tensor | None]
+) -> tuple[list[tuple[int, Tensor]], list[tuple[Tensor, Tensor]]]:
     """Frozen parameters and buffers of a pipeline module: tensors of its layer files that no group trains.
 
-    With each the tensor-parallel rank of its file.
+    With each a model rank, as if every layer were a stage. Then pairs of a tied parameter and its copy in a file.
     """
+    folder, tp = joining.folder, joining.tp
     buffers = {name for model in folder.models.values() for name in model.buffer_names}
+    # Files are named for the number of a layer; parameters and buffers of a tied one for its key: by key, their names,
+    # with the shapes of slices of what is trained.
+    groups = [group for model in folder.models.values() for group in model.param_shapes or []]
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    numbered = {_layer_of(name) for name in {*shapes, *buffers}}
+    tied: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    for name in sorted({*shapes, *buffers}):
+        if match := _TIED.fullmatch(name):
+            tied.setdefault(match[1], {})[match[2]] = shapes.get(name)
     found: list[tuple[int, Tensor]] = []
+    copies: Stages = {}
+    there: set[tuple[int, int]] = set()
     for index, file in enumerate(folder.files):
         match = shards.LAYER.fullmatch(file.name)
         if match is None:
             continue
+        layer, rank = int(match[1]), int(match["mp"] or 0)
+        there.add((layer, rank))
         with collect_problems(folder.problems, file.name):
             source = read_torch_file(folder.path / file.name)
             folder.records[index] = record_table(source)
             root = metadata.mapping(source.root, "a layer", str(folder.path / file.name))
+            sizes = {local: tuple(ref.shape) for local, ref in root.items() if isinstance(ref, TensorRef)}
+            # What has nothing under its number is frozen, or a tied layer with tensors like these; its copies prove it.
+            common = {} if layer in numbered else {key: own.keys() & sizes.keys() for key, own in tied.items()}
+            keys = [k for k, names in common.items() if names and all(tied[k][n] in (None, sizes[n]) for n in names)]
+            prefix = f"tied_modules.{keys[0]}" if keys else f"{layer}"
             for local, value in root.items():
-                name = f"{int(match[1])}.{local}"
-                # A layer file has the name within the layer, the optimizer that within the pipeline module, where tied
-                # layers appear under ``tied_modules``.
-                known = (
-                    name in trained
-                    or local in trained
-                    or any(t.endswith(f".{local}") and "tied_modules" in t for t in trained)
-                )
+                name = f"{prefix}.{local}"
                 if not isinstance(value, TensorRef):
                     _note_other_value(folder, name, value, file.name)
-                elif not known:
+                elif name in trained and len(keys) == 1 and value.contiguous:
+                    own = whole_tensor(name, "fp32", value, index, source)
+                    parts, _ = joining.stage_of(copies, name, f"fp32 in layer {layer}", rank)
+                    parts[rank] = own.slices[0], own.dtype, None
+                elif name not in trained and local not in trained:
                     kind = "buffer" if name in buffers else "frozen"
-                    found.append((int(match[2]), whole_tensor(name, kind, value, index, source, kind)))
-    return found
+                    found.append((layer * tp + rank, whole_tensor(name, kind, value, index, source, kind)))
+    _require_layers(joining, there, buffers - {tensor.name for _, tensor in found})
+    return found, [(whole, copy) for copy in joining.join(copies)[0] if (whole := trained[copy.name]) is not None]
+
+
+def _layer_of(name: str) -> int | None:
+    """Number of the layer of a pipeline module that a parameter is in; None for one of a tied layer."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else None
+
+
+def _require_layers(joining: Joining, there: set[tuple[int, int]], lost: set[str]) -> None:
+    """Find what is missing beside the layer files ``there`` (layer, tensor-parallel rank); ``lost``: unread buffers."""
+    folder, tp = joining.folder, joining.tp
+    pipeline = [model for model in folder.models.values() if model.module is None]
+    wanted = {(layer, rank) for layer, _ in there for rank in range(tp)}
+    for model in pipeline:
+        names = {*model.buffer_names, *(name for group in model.param_shapes or [] for name in group)}
+        wanted |= {(layer, model.model_rank % tp) for name in names if (layer := _layer_of(name)) is not None}
+    for layer, rank in sorted(wanted - there):
+        name = f"layer_{layer:02d}{f'-model_{rank:02d}' if tp > 1 else ''}-model_states.pt"
+        folder.add_problem("the file of a layer is missing", file=name, hint="copy the folder from where it was saved")
+    if gaps := sorted(set(range(max(wanted, default=(0, 0))[0])) - {layer for layer, _ in wanted}) if pipeline else []:
+        folder.notes.append(
+            f"layers {gaps[:20]} of the pipeline have no file: right for functions and tied layers; of a layer of "
+            "frozen weights alone, nothing else would tell"
+        )
+    if pipeline and (tied := sorted(name for name in lost if _layer_of(name) is None)):
+        folder.notes.append(f"buffers of tied layers that no layer's file has are left out: {tied[:20]}")

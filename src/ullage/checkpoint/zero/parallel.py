@@ -384,7 +384,7 @@ def parallel_sizes(folder: Folder, model_ranks: int) -> tuple[int, int]:
         return degrees
     # A pipeline module's layer files have the tensor-parallel rank in their names; without any, there is one stage.
     layers = [m for m in (shards.LAYER.fullmatch(f.name) for f in folder.files) if m]
-    tp = len({int(m[2]) for m in layers}) if layers else model_ranks
+    tp = len({m["mp"] for m in layers}) if layers else model_ranks
     return max(1, tp), max(1, model_ranks // max(1, tp))
 
 

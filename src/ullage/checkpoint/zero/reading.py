@@ -16,6 +16,7 @@ book all padding on the last rank, read the same, because the booking is not use
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from ullage.checkpoint.zero.expert_layers import Experts, FlatBuffer, dense_rank
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.parallel import Joining, Patterns, Stages, parallel_sizes, require_plausible
 from ullage.checkpoint.zero.partitions import fragments_of, rows_by_rank, stage3_group, stage12_group, undealt
-from ullage.checkpoint.zero.shards import ShardFile, offload_of, zero_config
+from ullage.checkpoint.zero.shards import LOAD_AND_SAVE, ShardFile, offload_of, zero_config
 from ullage.checkpoint.zero.states import (
     MOMENTUM,
     WEIGHTS_ONLY,
@@ -55,6 +56,8 @@ from ullage.core.errors import CheckpointError
 # ``runtime/zenflow``, ``runtime/superoffload``, ``runtime/swap_tensor`` and ``save_checkpoint`` in
 # ``runtime/engine.py`` of DeepSpeed 0.19.8.
 
+#: Most ranks that share one sequence.
+_MOST_SHARING = 64
 #: Missing shards are named one by one up to this many.
 _LISTED = 20
 
@@ -229,8 +232,8 @@ def read_shards(folder: Folder) -> Inventory:
         found.read(model_rank)
     tensors, twins = joining.join(found.slices)
     # 3. Tensors that no optimizer holds.
-    trained = {name for name, _ in found.slices}
-    others = untrained_experts(folder, trained)
+    trained = dict.fromkeys(name for name, _ in found.slices) | {t.name: t for t in tensors if t.key == "fp32"}
+    others = untrained_experts(folder, set(trained))
     untrained, more = modules.frozen_and_buffers(joining, world, trained, others)
     modules.note_left_out_parameters(folder)
     if unused := patterns.unused():
@@ -338,7 +341,14 @@ class _Trained:
         mine = {dp: s for (m, dp), s in folder.shards.items() if m == model_rank and dp < self.world}
         if model is None or not mine:
             return
-        shapes = model.param_shapes or []
+        if model.param_shapes is None:
+            raise RefusedFile(
+                "nothing says which parameters lie where in the optimizer's shards",
+                where=f"{folder.path / model.name}",
+                expected="param_shapes, which old versions leave out with a mixture of experts",
+                hint=LOAD_AND_SAVE,
+            )
+        shapes = model.param_shapes
         for rank, shard in sorted(mine.items()):
             if len(shapes) != len(shard.flats):
                 sizes = {"expected": str(len(shapes)), "found": str(len(shard.flats))}
@@ -422,7 +432,19 @@ def _group(
 ) -> Group:
     lead = mine[min(mine)]
     if lead.stage == 3:
-        return stage3_group(index, model_rank, named, world)
+        group = stage3_group(index, model_rank, named, world)
+        held = {shard.flats[index]["fp32"].numel for shard in mine.values()}
+        # Cut over the ranks of a whole mesh, the files are named for the data-parallel ones alone, and overwritten.
+        for ranks in range(2 * world, _MOST_SHARING * world + 1, world) if max(held) < group.shard_size else ():
+            if held == {sum(-(-math.prod(shape) // ranks) for shape in named.values())}:
+                raise RefusedFile(
+                    f"the parameters were cut over {ranks} ranks, of which {world} have files",
+                    where=f"{folder.path / lead.name}",
+                    expected=f"{group.shard_size} elements",
+                    found=f"{max(held)}, as ranks that share a sequence by mesh_param save them at stage 3",
+                    hint="the rest was never saved: train with an mpu in place of mesh_param, or at stage 2",
+                )
+        return group
     alignments = lead.alignments[index] if index < len(lead.alignments) else []
     booked = tuple(s.paddings[index] for _, s in sorted(mine.items()) if index < len(s.paddings))
     alignments = alignments if len(alignments) == len(named) else []

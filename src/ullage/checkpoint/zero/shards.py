@@ -5,7 +5,7 @@ Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor-
     [bf16_]zero_pp_rank_{DP}_mp_rank_{MP}_optim_states.pt    optimizer shards, one per rank
     mp_rank_{MP}_model_states.pt                             the module, stages 1 and 2
     zero_pp_rank_{DP}_mp_rank_{MP}_model_states.pt           the module, stage 3
-    layer_{L}-model_{TP}-model_states.pt                     layers of a pipeline module
+    layer_{L}[-model_{TP}]-model_states.pt                   layers of a pipeline module
     layer_{L}_expert_{E}_mp_rank_{MP}_model_states.pt        experts, see ``expert_layers``
 
 State of the 8-bit optimizers of bitsandbytes (``adamw_bnb_8bit`` and the like) is found among a shard's tensors. A
@@ -38,8 +38,8 @@ from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number,
 from ullage.checkpoint.files.unpickling import Inert, TensorRef
 from ullage.core.errors import CheckpointError
 
-#: Group 1: number of the layer.
-LAYER = re.compile(r"layer_(\d+)-model_(?P<mp>\d+)-model_states\.pt")
+#: Group 1: number of the layer. A grid without tensor parallelism has no rank of it in the name.
+LAYER = re.compile(r"layer_(\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt")
 #: Groups: number of the layer, of the expert among all, of the model rank.
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 #: Written for experts without ZeRO, and by old versions with ZeRO, where it holds nothing.
@@ -55,7 +55,8 @@ _KINDS: dict[re.Pattern[str], Literal["optimizer", "model", "layer", "expert"]] 
     _EXPERT_OPTIMIZER: "expert",
 }
 _OF_OLD = "a mixture of experts of a version that does not number its layers is not supported"
-_LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a newer one"
+#: What to do with files of a version that saved too little.
+LOAD_AND_SAVE = "load it with the version that wrote it, and save it with a newer one"
 _FOLDED = "AutoEP folded with tensor parallelism is not supported"
 #: The entry of a state that holds what is quantised.
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -156,11 +157,11 @@ def sort_files(folder: Path) -> list[File]:
         if not path.is_file():
             continue
         if _UNNUMBERED.fullmatch(path.name):
-            raise RefusedFile(_OF_OLD, where=f"{folder}: {path.name}", hint=_LOAD_AND_SAVE)
+            raise RefusedFile(_OF_OLD, where=f"{folder}: {path.name}", hint=LOAD_AND_SAVE)
         for pattern, kind in _KINDS.items():
             if match := pattern.fullmatch(path.name):
                 dp_rank = None if kind == "expert" else int(match.groupdict().get("dp") or 0)
-                files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"])))
+                files.append(File(path.name, path.stat().st_size, kind, dp_rank, int(match["mp"] or 0)))
     return files
 
 
@@ -228,7 +229,7 @@ def _require_known(root: dict[str, Any], where: str) -> None:
         raise RefusedFile("AutoEP without its layers' description is not supported", where=where)
     counts = root.get("num_experts")
     if counts and not isinstance(counts, (list, tuple)):
-        raise RefusedFile(_OF_OLD, where=where, hint=_LOAD_AND_SAVE)
+        raise RefusedFile(_OF_OLD, where=where, hint=LOAD_AND_SAVE)
 
 
 def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFile]:

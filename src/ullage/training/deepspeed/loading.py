@@ -217,7 +217,7 @@ class _RangeReader:
         self._tally = Tally(block_bytes=BLOCK_BYTES if content.blocks else 0)
         self._buffers = [np.empty(CHUNK_BYTES, np.uint8)]
         self._twins: dict[tuple[str, str], list[Tensor]] = {}
-        for first, other in content.inventory.twins:
+        for first, other in (pair for pair in content.inventory.twins if pair[0].dtype == pair[1].dtype):
             self._twins.setdefault((first.name, first.key), []).append(other)
 
     @property
