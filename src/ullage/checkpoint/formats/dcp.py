@@ -229,7 +229,7 @@ def _optimizer_items(inventory: Inventory) -> list[tuple[tuple[Any, ...], Any]]:
         (("optim", "state", t.name, t.key), TensorCopy(t, t.dtype)) for t in states_of(inventory)
     ]
     for index, group in enumerate(optimizer_groups(inventory)):
-        for name in group.names:
+        for name in group.stepped:
             if isinstance(group.step, (int, float)):
                 found.append((("optim", "state", name, "step"), number(group.step, group.step_dtype or "float32")))
             found += [(("optim", "state", name, key), other) for key, other in group.kept.items()]

@@ -44,6 +44,7 @@ class OptimizerGroup:
         step: the step that its parameters are at; None where the optimizer counts none.
         step_dtype: dtype of the step as it was saved; None for a Python number.
         kept: state beside the step that is the same for all of its parameters.
+        stepped: those of the names that have state; an optimizer has none of a parameter that it has not stepped.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,7 @@ class OptimizerGroup:
     step: Any = None
     step_dtype: str | None = None
     kept: dict[str, Any] = field(default_factory=dict)
+    stepped: tuple[str, ...] = ()
 
 
 def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
@@ -65,12 +67,14 @@ def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
     for tensor in inventory.tensors if details.names is None else ():
         if tensor.kind == "parameter" and tensor.key == "fp32" and tensor.group is not None and tensor.group < count:
             listed[tensor.group].append(tensor.name)
-    kept = kept_by_group(details)
+    kept, states = kept_by_group(details), states_by_name(inventory)
     found = []
     for index, settings in enumerate(details.param_groups):
         step, dtype = details.steps.get(index, (None, None))
         others = {key: setting(value, key, details) for key, value in settings.items() if key not in LISTING}
-        found.append(OptimizerGroup(tuple(listed[index]), others, step, dtype, kept.get(index, {})))
+        names = tuple(listed[index])
+        stepped = tuple(name for name in names if name in states) or names  # of an optimizer that counts alone, all
+        found.append(OptimizerGroup(names, others, step, dtype, kept.get(index, {}), stepped))
     held = {tensor.name for tensor in inventory.tensors if tensor.kind == "parameter"}
     counts = Counter(name for group in found for name in group.names)
     strange = sorted(name for name, count in counts.items() if count > 1 or name not in held)

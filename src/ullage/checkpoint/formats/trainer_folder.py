@@ -101,8 +101,7 @@ def optimizer_target(inventory: Inventory, groups: list[OptimizerGroup]) -> Targ
         for k, name in enumerate(group.names, start=count):
             step = {} if group.step is None else {"step": number(group.step, group.step_dtype)}
             held = states.get(name, {})
-            # A parameter that was never stepped has no state; an optimizer that counts alone has a step for each.
-            if held or not states:
+            if name in group.stepped:
                 state[k] = step | group.kept | {key: TensorCopy(t, t.dtype) for key, t in held.items()}
         numbers = [*range(count, count + len(group.names))]
         listed.append({**group.settings, "params": numbers, "param_names": list(group.names)})

@@ -384,7 +384,7 @@ def _of_any(inventory: Inventory) -> list[Target]:
     laid_out: dict[Any, Target] = {}
     targets = [state_file(t, kinds.get(t.name, t.kind), laid_out) for t in inventory.tensors]
     for group in groups:
-        targets += step_files(group.names, group.step, group.step_dtype)
+        targets += step_files(group.stepped, group.step, group.step_dtype)
     details, model, more = Details.of(inventory), Details.of(inventory).lead, model_states.description_bytes(inventory)
     settings = [{**group.settings, "params": [index]} for index, group in enumerate(groups)]
     # The loader of stage 3 asks for ``state[0]["step"]``, also of an optimizer that keeps no step.

@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -54,6 +55,7 @@ class Content:
         optimizer_states: the file with the optimizer's hyperparameters and loss scale; None without one of DeepSpeed's.
         left_out: state that the optimizer computes again.
         blocks: by file, offset, bytes and CRC-32 of the blocks of the manifest.
+        stepped: of a universal checkpoint, the parameters that have a step of their own.
         problems: why it cannot be loaded.
     """
 
@@ -64,12 +66,29 @@ class Content:
     optimizer_states: Path | None = None
     left_out: frozenset[str] = frozenset()
     blocks: dict[int, Int64] = field(default_factory=dict)
+    stepped: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """State keys of trained parameters, the master weights (``fp32``) first."""
         return self.inventory.keys
+
+    @cached_property
+    def by_group(self) -> dict[int | None, list[str]]:
+        """Those of them that a parameter group has: groups may keep different state."""
+        keys, held = self.keys, {(tensor.group, tensor.key) for tensor in self.inventory.tensors}
+        return {group: [key for key in keys if (group, key) in held] for group, _ in held}
+
+    def begins(self, weight: Tensor) -> bool:
+        """Whether the optimizer that was saved had not stepped a parameter yet, so that it has no state of it."""
+        keys, steps = self.by_group[weight.group], self.inventory.steps
+        if any((weight.name, key) in self.inventory for key in keys if key != "fp32"):
+            return False
+        if len(keys) < 2:
+            return weight.group is None or steps.get(weight.group) is None
+        # Of a universal checkpoint single files may be missing: what has a step has lost its state.
+        return self.inventory.format != "universal" or (bool(self.stepped) and weight.name not in self.stepped)
 
     def beside(self, names: set[str]) -> list[str]:
         """The tensors of the checkpoint that have none of ``names``, nor are one of these under another name."""
@@ -127,6 +146,7 @@ def read_content(folder: Path, *, manifest: bool) -> Content:
         names = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
         content.model_states = next((found for name in names if (found := sorted(where.glob(name)))), [])
         content.optimizer_states = where / "zero" / "optimizer_state.pt"
+        content.stepped = frozenset(path.parent.name for path in where.glob("zero/*/step.pt"))
     elif details is not None:
         plain = (int, float, bool, str, tuple, type(None))
         content.settings = [
@@ -245,23 +265,26 @@ class RangePlan:
     """The reading of one rank.
 
     Attributes:
-        flats: by number of the flat tensor and state key, what is read into it.
+        flats: by number of the flat tensor, the state that it gets by key, and what is read into it.
         others: tensors that are held one by one, each with what is read into it.
         dtypes: by state key, the dtype that the checkpoint has it in.
         groups: by parameter group of the engine, that of the checkpoint.
+        begins: parameters whose state starts from nothing, because the checkpoint's optimizer has not stepped them.
         problems: what does not fit.
     """
 
-    flats: dict[tuple[int, str], list[Read]] = field(default_factory=dict)
+    flats: dict[int, dict[str, list[Read]]] = field(default_factory=dict)
     others: list[tuple[torch.Tensor, list[Read]]] = field(default_factory=list)
     dtypes: dict[str, str] = field(default_factory=dict)
     groups: dict[int, int | None] = field(default_factory=dict)
+    begins: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
         """This rank's share: bytes of all that it needs."""
-        targets = [*self.flats.values(), *(reads for _, reads in self.others)]
+        flats = (reads for flat in self.flats.values() for reads in flat.values())
+        targets = [*flats, *(reads for _, reads in self.others)]
         return sum(read.num_bytes for reads in targets for read in reads)
 
     def fits(self, held: HeldTensor, tensor: Tensor, key: str = "fp32") -> bool:
@@ -303,25 +326,35 @@ def make_plan(here: EngineTensors, content: Content, strict: bool) -> RangePlan:
 
 def _add_master(plan: RangePlan, number: int, master: MasterWeights, content: Content) -> None:
     """Masters and states: each tensor is looked up and compared once, and read where this rank masters a part of it."""
-    for key in content.keys:
-        plan.flats[number, key] = []
+    weights: list[tuple[HeldTensor, Tensor]] = []
     for held in master.held:
-        for key in content.keys:
-            name, tensor = held.names[0], content.named(held.names, key)
-            if tensor is None:
-                plan.problems.append(f"{name}: {'' if key == 'fp32' else f'{key} is '}not in the checkpoint")
-                if key == "fp32":
-                    break  # of a parameter that is not there, no state is either
-            elif plan.fits(held, tensor, key):
+        name, weight = held.names[0], content.named(held.names, "fp32")
+        if weight is None:  # of a parameter that is not there, no state is either
+            plan.problems.append(f"{name}: not in the checkpoint")
+            continue
+        weights.append((held, weight))
+        before = plan.groups.setdefault(master.group, weight.group)
+        if before != weight.group:
+            plan.problems.append(f"{name}: in group {weight.group} of the checkpoint, others in {before}")
+    # What the group keeps, and what the optimizer here has by now; nothing where no parameter of it was stepped yet.
+    needed = {*master.keys} - content.left_out
+    needed |= {key for _, weight in weights for key in content.by_group[weight.group]} - {"fp32"}
+    begins = {weight.name for _, weight in weights if needed and content.begins(weight)}
+    plan.begins += sorted(begins)
+    keys, flat = sorted(needed) if len(begins) < len(weights) else (), plan.flats.setdefault(number, {})
+    for key in ("fp32", *keys):
+        reads = flat[key] = []
+        whole = dict(zip(map(id, master.held), master.whole.get(key, master.held)))
+        for held, weight in weights:
+            tensor = weight if key == "fp32" else content.named(held.names, key)
+            if tensor is not None and plan.fits(held, tensor, key):
                 plan.dtypes.setdefault(key, tensor.dtype)
-                before = plan.groups.setdefault(master.group, tensor.group)
-                if before != tensor.group:
-                    plan.problems.append(f"{name}: in group {tensor.group} of the checkpoint, others in {before}")
-                plan.flats[number, key] += reads_of(tensor, held)
-    # Through the memory from its beginning to its end, as the checkpoint's own flat buffers lie mostly: under
-    # round_robin_gradients the first weight of a group may stand behind the others.
-    for key in content.keys:
-        plan.flats[number, key].sort(key=lambda read: read.at)
+                reads += reads_of(tensor, whole[id(held)])
+            elif tensor is None and weight.name not in begins:
+                plan.problems.append(f"{held.names[0]}: {key} is not in the checkpoint")
+        # Through the memory from its beginning to its end, as the checkpoint's own flat buffers lie mostly: under
+        # round_robin_gradients the first weight of a group may stand behind the others.
+        reads.sort(key=lambda read: read.at)
 
 
 # Where a universal checkpoint lies

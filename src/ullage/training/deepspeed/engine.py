@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ullage.checkpoint.zero.states import MOMENTUM
 from ullage.core.errors import InputError
 
 #: Optimizers of DeepSpeed's that keep their masters elsewhere, by the names of their classes.
@@ -77,11 +78,15 @@ class MasterWeights:
         flat: the tensor.
         group: the parameter group that it is of.
         held: the parameters of the group; at stage 3 of the sub-group.
+        keys: the state that the optimizer has of it by now; an optimizer makes it with its first step.
+        whole: by key of a state that is not cut like the weights, the parameters as they lie in it.
     """
 
     flat: torch.Tensor
     group: int
     held: list[HeldTensor]
+    keys: tuple[str, ...] = ()
+    whole: dict[str, list[HeldTensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,10 +150,19 @@ def tensors_of(engine: Any) -> EngineTensors:
 
     made, trained = [], set()
     for number, (group, flat) in enumerate(zip(_groups(zero), _flats(zero), strict=True)):
-        parts = _partitions(group) if is_stage3(zero) else _stretch(zero, number, group, flat.numel())
-        mine = [describe(zero.param_names[p], p, flat, part) for p, part in zip(group, parts)]
+        parts = list(_partitions(group) if is_stage3(zero) else _stretch(zero, number, group, flat.numel()))
+        mine, momentum = (
+            [describe(zero.param_names[p], p, flat, part) for p, part in zip(group, places)]
+            for places in (parts, _end_to_end(group, parts))
+        )
         trained.update(map(id, group))
-        made.append(MasterWeights(flat, zero.sub_group_to_group_id[number] if is_stage3(zero) else number, mine))
+        index = zero.sub_group_to_group_id[number] if is_stage3(zero) else number
+        # Below stage 3 Muon keeps the momentum of all of each parameter that has elements here.
+        cut = is_stage3(zero) or getattr(zero, "cpu_offload", False)
+        whole = {MOMENTUM: momentum} if zero.optimizer.param_groups[index].get("use_muon") and not cut else {}
+        state = {k: v for k, v in zero.optimizer.state.get(flat, {}).items() if torch.is_tensor(v) and k != "step"}
+        keys = (key for key, value in state.items() if value.shape == flat.shape or key in whole)
+        made.append(MasterWeights(flat, index, mine, tuple(keys), whole))
     untrained = [
         describe(name, value, value, _part_of(value) if hasattr(value, "ds_id") else HeldRange(0, 0, value.numel()))
         for name, value in _saved(engine.module)
@@ -183,6 +197,15 @@ def _part_of(p: Any) -> HeldRange:
     share = p.ds_tensor.ds_numel
     start = share * dist.get_rank(group=getattr(p, "ds_process_group", None))
     return HeldRange(start, 0, max(0, min(share, p.ds_numel - start)))
+
+
+def _end_to_end(group: list[Any], parts: list[HeldRange]) -> list[HeldRange]:
+    """The whole of each parameter that has a part here, in the order of these parts."""
+    found, at = [HeldRange(0, 0, 0)] * len(parts), 0
+    for number in sorted(range(len(parts)), key=lambda number: parts[number].at):
+        found[number] = HeldRange(0, at, group[number].numel() if parts[number].length else 0)
+        at += found[number].length
+    return found
 
 
 def _partitions(group: list[Any]) -> Iterator[HeldRange]:

@@ -17,6 +17,7 @@ of it, and is not where they needed a part of it only: the weights of a module t
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ from ullage.training.deepspeed.engine import (
     tensors_of,
 )
 
+_LOG = logging.getLogger(__name__)
 #: Of the bytes that a rank reads for itself, one in this many may be read for comparisons besides.
 _SPARE = 32
 _NONE: Int64 = np.zeros((0, 3), np.int64)
@@ -149,16 +151,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
     """Put the state of a checkpoint into the ``optimizer`` of a model that every rank holds whole. Collective.
 
     State goes by the names of the model's parameters. Hyperparameters stay as they are: they are this run's arguments.
-    Raises ``CheckpointError`` for a parameter whose state the checkpoint lacks.
+    A parameter that the checkpoint's optimizer has not stepped starts from nothing, which is said. Raises
+    ``CheckpointError`` for a parameter whose state the checkpoint lacks.
     """
     plan, state, lacking = RangePlan(), {}, []
     by_identity = {id(held.target): held for held in _held_whole(model)}
     # A state dict of an optimizer goes by position.
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        held = by_identity[id(parameter)]
-        weight = content.named(held.names, "fp32")
-        step = None if weight is None or weight.group is None else content.inventory.steps.get(weight.group)
-        mine: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step))}
+        held, there = by_identity[id(parameter)], optimizer.state.get(parameter, {})
+        weight, mine = content.named(held.names, "fp32"), {}
         for key in content.keys:
             tensor = content.named(held.names, key) if key != "fp32" else None
             if tensor is not None and plan.fits(held, tensor, key):
@@ -166,13 +167,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
                 dtype = parameter.dtype if parameter.is_floating_point() else getattr(torch, tensor.dtype)
                 mine[key] = torch.empty(held.shape, dtype=dtype, device=parameter.device)
                 plan.others.append((mine[key], [Read(tensor, 0, 0, tensor.numel)]))
-        if mine:
-            state[index] = mine
-        else:
+        if weight is not None and content.begins(weight):
+            plan.begins += [weight.name] * (bool(there) or len(content.by_group[weight.group]) > 1)
+            continue
+        if weight is None or any(torch.is_tensor(v) and v.dim() and k not in mine for k, v in there.items()):
             lacking.append(held.names[0])
+        step = None if weight is None or weight.group is None else content.inventory.steps.get(weight.group)
+        state[index] = mine if step is None else {"step": torch.tensor(float(step)), **mine}
     _require_fit(plan, content, "the checkpoint does not fit the model")
     # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
-    if lacking and state:
+    if lacking and any(state.values()):
         what = "the checkpoint lacks the optimizer's state of these parameters"
         raise CheckpointError(what, where=str(content.inventory.folder), found=listed(lacking, 5, "; "))
     _read_others(plan, content)
@@ -199,11 +203,14 @@ def _read_others(plan: RangePlan, content: Content) -> None:
 
 
 def _require_fit(plan: RangePlan, content: Content, what: str) -> None:
-    """Raise the same ``CheckpointError`` on every rank if any rank has a problem. Collective."""
+    """Raise the same ``CheckpointError`` on every rank if any has a problem; say what begins. Collective."""
     gathered = gather_objects(plan.problems, Axis.world())
     found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
     if found:
         raise CheckpointError(what, where=str(content.inventory.folder), found=listed(found, 5, "; "))
+    if plan.begins and Axis.world().rank == 0:
+        said = "%s: the optimizer had not stepped these parameters, whose state starts from nothing: %s"
+        _LOG.warning(said, content.inventory.folder, listed(plan.begins, 5, ", "))
 
 
 # Reading
@@ -306,14 +313,20 @@ def _fill_optimizer(
     optimizer = zero.optimizer
     for number, master in enumerate(masters):
         made: dict[str, Any] = {}
-        for key in content.keys:
+        for key, reads in plan.flats[number].items():
             target = master.flat.data
             if key != "fp32":
-                target = made[key] = _state_tensor(optimizer, plan, master.flat, key)
+                held = master.whole.get(key)
+                size = target.numel() if held is None else sum(part.length for each in held for part in each.ranges)
+                target = made[key] = _state_tensor(optimizer, plan, master.flat, key, size)
             target.zero_()
-            reader.fill(target, plan.flats[number, key])
+            reader.fill(target, reads)
         group = plan.groups.get(master.group)
         source = -1 if group is None else group
+        state = optimizer.state[master.flat]
+        state.clear()
+        if not made and len(content.by_group.get(group, ())) > 1:
+            continue  # the optimizer makes it at its first step
         step = _step_for(*content.steps.get(source, (content.inventory.steps.get(source), None)), optimizer)
         settings = optimizer.param_groups[master.group]
         if torch.is_tensor(step) and (settings.get("fused") or settings.get("capturable")):
@@ -322,20 +335,18 @@ def _fill_optimizer(
             key: value.to(master.flat.device) if torch.is_tensor(value) and value.dim() else value
             for key, value in saved.kept.get(source, {}).items()
         }
-        state = optimizer.state[master.flat]
-        state.clear()
         state.update({**({} if step is None else {"step": step}), **made, **kept})
 
 
-def _state_tensor(optimizer: Any, plan: RangePlan, master: torch.Tensor, key: str) -> torch.Tensor:
+def _state_tensor(optimizer: Any, plan: RangePlan, master: torch.Tensor, key: str, size: int) -> torch.Tensor:
     """The tensor for a state: the one that is there, or a new one."""
     there = optimizer.state[master].get(key) if master in optimizer.state else None
-    if torch.is_tensor(there) and there.shape == master.shape:
+    if torch.is_tensor(there) and there.shape == (size,):
         return there
     # As ``Optimizer.load_state_dict``: a state saved in the dtype of its weights gets the dtype of the weights here.
     saved = plan.dtypes.get(key)
     alike = saved is None or saved == plan.dtypes.get("fp32")
-    return torch.zeros_like(master.data, dtype=master.dtype if alike else getattr(torch, saved or "float32"))
+    return master.new_zeros(size, dtype=master.dtype if alike else getattr(torch, saved or "float32"))
 
 
 def _step_for(value: Any, dtype: str | None, optimizer: torch.optim.Optimizer) -> Any:
