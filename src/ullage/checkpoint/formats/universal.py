@@ -7,7 +7,8 @@
     zero_pp_rank_0_mp_rank_XX_model_states.pt   read by engines at stage 3
     latest_universal                            beside the folder: its name
 
-Beyond what DeepSpeed's converter writes: shapes and steps at stage 3 too, so that any stage can load it; frozen
+Beyond what DeepSpeed's converter writes: shapes and steps at stage 3 too, so that any stage can load it (stage 3
+from DeepSpeed 0.19.4 on; before, its loader takes no dict); frozen
 parameters and buffers as ``zero/<name>/fp32.pt``, in their own dtype; no shard of rank 0 in ``optimizer_state.pt``.
 Source: ``deepspeed/checkpoint/ds_to_universal.py``, ``universal_checkpoint.py``; the loaders in ``zero/stage3.py`` and
 ``base_optimizer.py`` of DeepSpeed 0.19.
