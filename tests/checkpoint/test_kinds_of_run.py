@@ -184,6 +184,8 @@ def test_muons_momentum_is_whole_on_each_rank(run, written, tmp_path):
         torch.from_numpy(written.tensor("norm", "exp_avg")),
     )
     assert checkpoint.verify(run, tmp_path / "out") == []
+    with pytest.raises(CheckpointError, match=r"Muon's momentum are not written below stage 3.*zero3"):
+        checkpoint.convert(run, tmp_path / "shards", format="zero2", ranks=2)
 
 
 @pytest.mark.slow

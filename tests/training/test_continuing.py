@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support import real_zero
+from ullage import checkpoint
 from ullage.core.errors import CheckpointError, InputError
 from ullage.training.deepspeed import checkpoints_loaded_by, load_universal
 from ullage.training.deepspeed.content import prefers_universal, shared_content, universal_at
@@ -168,3 +170,32 @@ def test_the_trainer_gets_its_own_loader_back(tmp_path: Path) -> None:
     with pytest.raises(KeyError), checkpoints_loaded_by(nothing):
         raise KeyError("training failed")
     assert module.deepspeed_load_checkpoint is original
+
+
+@pytest.mark.parametrize("format", ["trainer", "universal", "dcp"])
+def test_what_was_never_stepped_starts_from_nothing_and_what_lost_its_state_is_refused(tmp_path, format, caplog):
+    trained, source = model(), tmp_path / "checkpoint-2"
+    optimizer = torch.optim.AdamW(trained.named_parameters())
+    for _ in range(2):
+        trained["first"](torch.ones(1, 3)).sum().backward()  # type: ignore[operator]
+        optimizer.step()
+    source.mkdir()
+    save_file(trained.state_dict(), source / "model.safetensors")
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    if format != "trainer":
+        checkpoint.convert(source, tmp_path / format, format=format)
+        source = tmp_path / format
+    ours = model()
+    found = torch.optim.AdamW(ours.parameters())
+    with caplog.at_level("WARNING"):
+        load_optimizer(found, ours, shared_content(source))
+    assert "had not stepped these parameters, whose state starts from nothing: last.weight" in caplog.text
+    for name, parameter in ours.named_parameters():
+        expected = optimizer.state[dict(trained.named_parameters())[name]]
+        assert found.state[parameter].keys() == expected.keys(), name
+        assert all(torch.equal(value, found.state[parameter][key]) for key, value in expected.items())
+    if format == "universal":
+        for key in ("exp_avg", "exp_avg_sq"):
+            (source / "zero" / "first.bias" / f"{key}.pt").unlink()
+        with pytest.raises(CheckpointError, match=r"lacks the optimizer's state of these parameters .*first.bias"):
+            load_optimizer(torch.optim.AdamW(ours.parameters()), ours, shared_content(source))

@@ -224,6 +224,12 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
             found=f"{inventory.format} without them",
             hint=_WEIGHTS_ONLY,
         )
+    if optimizer and stage < 3 and ranks > 1 and any(group.settings.get("use_muon") for group in groups):
+        raise CheckpointError(
+            "shards of Muon's momentum are not written below stage 3, where each rank keeps whole matrices of it",
+            where=where,
+            hint="use --to zero3, or --to universal and load_universal",
+        )
     dtype = dtype.removeprefix("torch.") if dtype else model_states.module_dtype(inventory)
     parts = model_states.parts_of(inventory, dtype, groups)
     for tensor in parts.trained.values():

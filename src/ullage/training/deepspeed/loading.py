@@ -170,7 +170,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
         if weight is not None and content.begins(weight):
             plan.begins += [weight.name] * (bool(there) or len(content.by_group[weight.group]) > 1)
             continue
-        if weight is None or any(torch.is_tensor(v) and v.dim() and k not in mine for k, v in there.items()):
+        has_lost = weight is not None and not mine and len(content.by_group[weight.group]) > 1
+        if (
+            weight is None
+            or has_lost
+            or any(torch.is_tensor(v) and v.dim() and k not in mine for k, v in there.items())
+        ):
             lacking.append(held.names[0])
         step = None if weight is None or weight.group is None else content.inventory.steps.get(weight.group)
         state[index] = mine if step is None else {"step": torch.tensor(float(step)), **mine}
