@@ -55,7 +55,7 @@ MODULES = {
     "tokenizers": Package("tokenizers", "hf"),
     "pyarrow": Package("pyarrow", "hf"),
     "PIL": Package("pillow", "hf", "10"),
-    "deepspeed": Package("deepspeed", "deepspeed", "0.16"),
+    "deepspeed": Package("deepspeed", "deepspeed", "0.19.4"),
     "megatron": Package("megatron-core", "megatron", "0.16"),
     "trl": Package("trl", "trl", "1"),
     "peft": Package("peft", "peft", "0.17"),
