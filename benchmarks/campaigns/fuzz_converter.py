@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 def damaged_formats(source: Path, work: Path, count: int, seed: int, format: str) -> tuple[Counter[str], list[str]]:
     """As :func:`damaged_sources`, of the checkpoint in ``format``."""
-    made = work / "in" / "run"
+    made = work / "in" / "global_step3"
     checkpoint.convert(source, made, format=format, optimizer=True, **WRITTEN[format])
     (made / "ullage.json").unlink()  # names the source, which is no part of the content
     return damaged_sources(made, work, count, seed, "dcp" if format == "safetensors" else "safetensors")

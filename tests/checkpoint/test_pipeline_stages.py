@@ -146,3 +146,12 @@ def copied(run, tmp_path):
     folder, truth = run
     shutil.copytree(folder, tmp_path / "run")
     return tmp_path / "run", truth
+
+
+def test_a_stage_of_which_no_file_is_there_is_noticed(grid, tmp_path):
+    """Its ranks are not taken for ranks that share the sequences of the first."""
+    source, _ = copied(grid, tmp_path)
+    for path in source.rglob("*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="the files say that 2 model ranks|is missing"):
+        checkpoint.convert(source, tmp_path / "out")

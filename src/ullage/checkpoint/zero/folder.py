@@ -119,6 +119,9 @@ def _join_sequence_ranks(folder: Folder) -> None:
     alone = all(len({dp for _, dp in held}) == len(held) for held in kept)
     if not alone or any(model.root.get("mp_world_size") != 1 for model in folder.models.values()):
         return
+    degrees = [(model.degrees, model.dp_world_size or 1) for model in folder.models.values() if model.degrees]
+    if any(stages != 1 or ranks % shared for (shared, stages), ranks in degrees):  # stages of a pipeline may be missing
+        return
     for held in kept:
         for (model_rank, dp_rank), one in list(held.items()):
             one.model_rank = 0
