@@ -120,7 +120,8 @@ def _join_sequence_ranks(folder: Folder) -> None:
     if not alone or any(model.root.get("mp_world_size") != 1 for model in folder.models.values()):
         return
     degrees = [(model.degrees, model.dp_world_size or 1) for model in folder.models.values() if model.degrees]
-    if any(stages != 1 or ranks % shared for (shared, stages), ranks in degrees):  # stages of a pipeline may be missing
+    # Of a pipeline a whole stage may be missing, whose ranks the others are not to be taken for.
+    if any(stages != 1 or shared < 1 or ranks % shared for (shared, stages), ranks in degrees):
         return
     for held in kept:
         for (model_rank, dp_rank), one in list(held.items()):
