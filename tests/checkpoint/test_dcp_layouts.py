@@ -78,6 +78,16 @@ def test_every_layout_gives_the_weights_by_their_own_names_and_moments_are_never
         checkpoint.convert(tmp_path / "dcp", tmp_path / "universal")
 
 
+def test_numbers_of_the_optimizer_that_differ_within_a_group_are_refused(tmp_path):
+    state = {name: {"exp_avg": torch.ones(3), "gain": 0.5 + number} for number, name in enumerate("ab")}
+    groups = [{"params": ["a", "b"], "lr": 0.1}]
+    saved = {"model": dict.fromkeys("ab", torch.ones(3)), "optim": {"state": state, "param_groups": groups}}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match="gain is a number that differs between parameters of one group"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "universal")
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "out", format="safetensors")
+
+
 @pytest.mark.parametrize(
     ("saved", "said"),
     [

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.support.checkpoints import value_of
 from ullage import checkpoint
 from ullage.checkpoint.formats.entries import optimizer_groups
+from ullage.checkpoint.formats.torch_optimizer import decaying_first, may_be_state
 from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.parity
@@ -171,6 +172,84 @@ def test_state_that_covers_one_parameter_of_a_group_alone_is_refused(tmp_path: P
     with pytest.raises(CheckpointError, match=r"ZeRO keeps one state per group .*parameter 2.bias"):
         checkpoint.convert(tmp_path / "dcp", tmp_path / "out", format="zero2", ranks=2)
     assert not (tmp_path / "out").exists()
+
+
+def adafactor(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
+    """Of torch, or transformers' with moments and the numbers that it makes anew; both in groups by decay."""
+    from transformers.optimization import Adafactor
+
+    order = decaying_first(model)
+    groups = [{"params": [model.get_parameter(name) for name in names]} for names in order]
+    return torch.optim.Adafactor(groups, 1e-2) if kind == "torch" else Adafactor(groups, beta1=0.9)
+
+
+@pytest.mark.parametrize("kind", ["torch", "transformers"])
+def test_sums_over_rows_and_columns_are_named_and_go_where_one_process_goes_on(tmp_path: Path, kind: str):
+    """Square weights of one shape, whose sums have the shape of a bias: only the model's class knows the names."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+
+    def next_losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        model.eval()
+        found = []
+        for step in range(steps):
+            loss = model(input_ids=torch.arange(step, step + 6)[None], labels=torch.ones(1, dtype=torch.long)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    optimizer = adafactor(model, kind)
+    next_losses(model, optimizer, 2)
+    folder = saved(tmp_path / "plain", model, optimizer)
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(folder)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = next_losses(model, optimizer, 3)
+    inventory = checkpoint.read(folder)
+    assert inventory.optimizer_problems == ()
+    for format in ("dcp", "trainer"):
+        checkpoint.convert(inventory, tmp_path / format, format=format)
+        assert checkpoint.verify(inventory, tmp_path / format) == []
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "again", format="trainer")
+    for source in ("trainer", "again"):
+        ours = transformers.BertForSequenceClassification(config)
+        ours.load_state_dict(weights)
+        loaded = adafactor(ours, kind)
+        loaded.load_state_dict(torch.load(tmp_path / source / "optimizer.pt"))
+        assert next_losses(ours, loaded, 3) == expected, source
+    for format, options in [("universal", {}), ("zero2", {"ranks": 2})]:
+        with pytest.raises(
+            CheckpointError, match=r"this state is of another shape .*--to trainer and --to dcp keep it"
+        ):
+            checkpoint.convert(inventory, tmp_path / "out", format=format, **options)
+    with pytest.raises(CheckpointError, match="Megatron-Core's Adam does not have"):
+        checkpoint.convert(inventory, tmp_path / "out", format="torch_dist")
+    # A class of the same shapes in another order is disproved by the sums alone.
+    assert may_be_state("exp_avg_sq_row", (5,), (5, 6))
+    assert may_be_state("col_var", (1, 6), (5, 6))
+    assert not may_be_state("exp_avg_sq_row", (6,), (5, 6))
+    assert not may_be_state("exp_avg", (5,), (5, 6))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_integers_among_the_trained_are_not_rounded_to_floats(tmp_path: Path, ranks: int):
+    model = torch.nn.Linear(3, 2)
+    model.register_parameter("count", torch.nn.Parameter(torch.tensor([2**53 + 1]), requires_grad=False))
+    folder = saved(tmp_path / "plain", model, torch.optim.SGD(model.named_parameters(), 0.1))
+    for format in ("zero1", "zero2", "zero3"):
+        with pytest.raises(CheckpointError, match=r"not of floats, in one group with others.*parameter count"):
+            checkpoint.convert(folder, tmp_path / "out", format=format, ranks=ranks)
+    checkpoint.convert(folder, tmp_path / "universal")
+    assert checkpoint.verify(folder, tmp_path / "universal") == []
 
 
 @pytest.mark.parametrize("said", ["[", '{"a": 1}', "[1]", '[{"names": ["nobody"]}]', '[{"names": 5}]'])

@@ -172,6 +172,28 @@ def test_the_trainer_gets_its_own_loader_back(tmp_path: Path) -> None:
     assert module.deepspeed_load_checkpoint is original
 
 
+@pytest.mark.parametrize("format", ["trainer", "dcp"])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor])
+def test_numbers_and_sums_of_the_state_arrive(tmp_path, format, kind):
+    trained, source = model(), tmp_path / "checkpoint-2"
+    optimizer = kind(trained.named_parameters())
+    for _ in range(2):
+        trained["last"](trained["first"](torch.ones(1, 3))).sum().backward()  # type: ignore[operator]
+        optimizer.step()
+    source.mkdir()
+    save_file(trained.state_dict(), source / "model.safetensors")
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    if format != "trainer":
+        checkpoint.convert(source, tmp_path / format, format=format)
+    ours = model()
+    found = kind(ours.parameters())
+    load_optimizer(found, ours, shared_content(source if format == "trainer" else tmp_path / format))
+    for name, parameter in ours.named_parameters():
+        expected, held = optimizer.state[dict(trained.named_parameters())[name]], found.state[parameter]
+        assert expected.keys() == held.keys()
+        assert all(torch.equal(value, held[key]) for key, value in expected.items()), name
+
+
 @pytest.mark.parametrize("format", ["trainer", "universal", "dcp"])
 def test_what_was_never_stepped_starts_from_nothing_and_what_lost_its_state_is_refused(tmp_path, format, caplog):
     trained, source = model(), tmp_path / "checkpoint-2"

@@ -176,6 +176,12 @@ def test_every_rank_raises_for_a_checkpoint_that_does_not_fit(sources, tmp_path:
         assert result["error"].startswith("CheckpointError: the universal checkpoint does not fit this engine")
         assert "leave.bias: not in the checkpoint" in result["error"]
         assert "leave.weight: [23, 1] in the checkpoint, [1, 23] here" in result["error"]
+    shutil.rmtree(damaged)
+    shutil.copytree(folder, damaged)
+    for key in ("fp32", "exp_avg", "exp_avg_sq"):
+        torch.save({"param": torch.zeros(23, 5)}, tag / "zero" / "enter.weight" / f"{key}.pt")
+    for result in launch(Job(tmp_path / "others", 3, 2, seed=7, load_from=damaged)):
+        assert "enter.weight: [23, 5] in the checkpoint" in result["error"]
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ from ullage.checkpoint.formats.entries import (
 from ullage.checkpoint.formats.locate import fsdp_schedule, object_of, steps_taken
 from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, Details
+from ullage.checkpoint.zero.states import RECOMPUTED, WEIGHTS_ONLY, Details
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
 
@@ -454,8 +454,11 @@ class _DcpReading(ItemReading):
             number, dtype = self.value(flat, lambda source: saved_number(source.root, source)) or (None, None)
             if number is not None and key == "step":
                 self._steps[name] = number, dtype
-            elif number is not None:
-                self.numbers.setdefault(self.group_of.get(name, 0), {})[key] = number
+            elif number is not None and key not in RECOMPUTED:
+                kept = self.numbers.setdefault(self.group_of.get(name, 0), {}).setdefault(key, number)
+                if repr(kept) != repr(number):
+                    what = f"optimizer state {key} is a number that differs between parameters of one group"
+                    self.left_out.append(Problem(what, parameter=name, found=f"{number}, and {kept} of another"))
         else:
             self.add_tensor(flat, name, key)
 

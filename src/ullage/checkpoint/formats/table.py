@@ -25,6 +25,7 @@ from ullage.checkpoint.formats.torch_dist import read_torch_dist, torch_dist_tar
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
 from ullage.checkpoint.formats.zero_shards import notes_on_rounded, read_zero, zero_targets
+from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {
@@ -96,6 +97,8 @@ def _targets(
     carried = carries_optimizer(format, optimizer)
     if carried:
         require_none(inventory, list(inventory.optimizer_problems))
+        if format in POINTERS:
+            _require_whole_states(inventory)
     if format in STAGES:
         return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
     if format in _WRITERS:
@@ -106,6 +109,20 @@ def _targets(
     if dtype is not None:
         raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
     return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
+
+
+def _require_whole_states(inventory: Inventory) -> None:
+    """Raise ``CheckpointError`` for state that is not of its weight's shape: engines cut both in one way."""
+    whole = {tensor.name: tensor.shape for tensor in inventory.tensors if tensor.key == "fp32"}
+    for tensor in inventory.tensors:
+        if tensor.kind == "parameter" and tensor.shape != whole.get(tensor.name, tensor.shape):
+            raise CheckpointError(
+                "an engine cuts state as it cuts the weights, and this state is of another shape",
+                where=f"{inventory.folder}, parameter {tensor.name}",
+                expected=f"{list(whole[tensor.name])}, as the weight",
+                found=f"{tensor.key} {list(tensor.shape)}",
+                hint=f"--to trainer and --to dcp keep it; {WEIGHTS_ONLY}",
+            )
 
 
 def shards_folder(inventory: Inventory, target: Path, format: str) -> Path:

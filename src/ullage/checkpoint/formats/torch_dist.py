@@ -53,7 +53,7 @@ from ullage.checkpoint.formats.name_tables import (
 )
 from ullage.checkpoint.formats.safetensors import companions
 from ullage.checkpoint.zero.folder import collect_problems
-from ullage.checkpoint.zero.states import Details
+from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError
 
 # Reading
@@ -476,12 +476,13 @@ def _states(inventory: Inventory) -> dict[str, dict[str, Tensor]]:
     # A tied name that the source stores twice has no state of its own.
     masters = {name: t for name, t in states["fp32"].items() if name in states.get("exp_avg", {}) or name not in TIED}
     states["fp32"] = masters
-    if set(states) != set(STATES) or len({frozenset(held) for held in states.values()}) > 1:
+    others = {key for kept in kept_by_group(Details.of(inventory)).values() for key in kept}
+    if others or set(states) != set(STATES) or len({frozenset(held) for held in states.values()}) > 1:
         raise CheckpointError(
             "optimizer state that Megatron-Core's Adam does not have",
             where=str(inventory.folder),
             expected="exp_avg and exp_avg_sq of every parameter",
-            found=", ".join(sorted(set(states) - {"fp32"}))[:200],
+            found=", ".join(sorted({*states, *others} - {"fp32"}))[:200],
             hint="convert the weights only, with --weights-only",
         )
     return {key: states[key] for key in STATES}

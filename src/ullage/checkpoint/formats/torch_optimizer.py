@@ -7,7 +7,9 @@ The numbers say nothing of names. A parameter's name is known, in this order, fr
 3. an order that a model's class gives (:func:`trainer_orders`), where each state has the shape of the weight at its
    place.
 
-In any other case the state is refused by the name of the file. Source: ``torch/optim/optimizer.py`` of torch 2.13.
+In any other case the state is refused by the name of the file. A state has the shape of its parameter, or that of its
+sums along one dim, as Adafactor's (:func:`may_be_state`). Source: ``torch/optim/optimizer.py`` and ``_adafactor.py`` of
+torch 2.13, ``optimization.py`` of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ullage.checkpoint.files.torchfile import TorchFile, as_checkpoint_error
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats.entries import saved_number
 from ullage.checkpoint.zero import modules
-from ullage.checkpoint.zero.states import WEIGHTS_ONLY, Details
+from ullage.checkpoint.zero.states import RECOMPUTED, WEIGHTS_ONLY, Details
 
 #: The names of each group, in order.
 Order = list[list[str]]
@@ -91,18 +93,36 @@ def read_numbered(
                 if key == "step" and number is not None:
                     if found.steps.setdefault(group, step) != step:
                         problem = "parameters of one group are at two steps"
-                elif isinstance(key, str) and isinstance(value, TensorRef) and tuple(value.shape) == shape:
+                elif (
+                    isinstance(key, str)
+                    and isinstance(value, TensorRef)
+                    and may_be_state(key, tuple(value.shape), shape)
+                ):
                     made = modules.whole_tensor(parameter, key, value, file, source, "parameter")
                     found.tensors.append(replace(made, group=group))
-                elif isinstance(key, str) and number is not None:
+                elif isinstance(key, str) and number is not None and key not in RECOMPUTED:
                     if found.numbers.setdefault(group, {}).setdefault(key, number) != number:
                         problem = f"{what} is a number that differs between parameters of one group"
-                elif value is not None:
+                elif value is not None and key not in RECOMPUTED:
                     problem = f"{what} does not have the shape of its parameter"
                 if problem is not None:
                     said = replace(unnamed(name, parameter), what=problem, expected=None)
                     return NumberedState(found.groups, problem=said)
     return found
+
+
+def may_be_state(key: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a state can be that of a parameter of shape ``whole``: of its shape, or a sum over rows or columns."""
+    dim = _summed(key)
+    if dim is None or len(whole) < 2:
+        return shape == whole
+    before, behind = whole[: len(whole) + dim], whole[len(whole) + dim + 1 :]
+    return shape in ((*before, *behind), (*before, 1, *behind))
+
+
+def _summed(key: str) -> int | None:
+    """The dim that a state has lost: ``row_var``, ``col_var`` of torch's Adafactor, ``exp_avg_sq_row`` of HF's."""
+    return next((dim for word, dim in (("row", -1), ("col", -2)) if word in key.split("_")), None)
 
 
 def unnamed(file: str, found: str) -> Problem:
@@ -116,14 +136,14 @@ def unnamed(file: str, found: str) -> Problem:
     )
 
 
-def _shapes(state: dict[Any, Any]) -> set[tuple[int, ...]]:
-    """Shapes of states such as exp_avg, which have that of their parameter; a step of one element tells nothing."""
-    return {tuple(v.shape) for k, v in state.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
+def _shapes(state: dict[Any, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of states such as exp_avg; a step of one element tells nothing."""
+    return {str(k): tuple(v.shape) for k, v in state.items() if isinstance(v, TensorRef) and k != "step" and v.shape}
 
 
 def _names(
     given: Order,
-    shapes: list[list[set[tuple[int, ...]]]],
+    shapes: list[list[dict[str, tuple[int, ...]]]],
     weights: dict[str, Tensor],
     orders: Callable[[], list[Order]] | None,
 ) -> Order | str:
@@ -131,7 +151,7 @@ def _names(
 
     Args:
         given: those that the groups list.
-        shapes: of the states, by group and number.
+        shapes: of the states by key, by group and number.
         weights: by name.
         orders: as for :func:`read_numbered`.
     """
@@ -146,7 +166,9 @@ def _names(
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in weights.items():
         by_shape.setdefault(tensor.shape, []).append(name)
-    told = [[by_shape.get(next(iter(held)), []) if len(held) == 1 else [] for held in listed] for listed in shapes]
+    # What is summed has lost its parameter's shape.
+    whole = [[{s for key, s in held.items() if _summed(key) is None} for held in listed] for listed in shapes]
+    told = [[by_shape.get(next(iter(held)), []) if len(held) == 1 else [] for held in listed] for listed in whole]
     found = [[names[0] for names in listed if len(names) == 1] for listed in told]
     # Two states that found one weight: then the shapes do not tell them apart after all.
     if fits(found):
@@ -155,9 +177,12 @@ def _names(
         # Proven where each state has the shape of the weight that the order gives it, and there is a state at all.
         pairs = [(name, held) for names, listed in zip(order, shapes) for name, held in zip(names, listed)]
         as_many = [*map(len, order)] == [*map(len, shapes)]
-        if as_many and all(name in weights and held <= {weights[name].shape} for name, held in pairs):
+        if as_many and all(
+            name in weights and all(may_be_state(key, shape, weights[name].shape) for key, shape in held.items())
+            for name, held in pairs
+        ):
             return order
-    flat = zip((held for listed in shapes for held in listed), (names for listed in told for names in listed))
+    flat = zip((held for listed in whole for held in listed), (names for listed in told for names in listed))
     held, names = next(((held, names) for held, names in flat if len(names) != 1), (None, []))
     if held is None:
         return "weights of one shape"

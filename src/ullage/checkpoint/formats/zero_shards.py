@@ -234,6 +234,14 @@ def _writer(inventory: Inventory, stage: int, ranks: int, dtype: str | None, opt
     parts = model_states.parts_of(inventory, dtype, groups)
     for tensor in parts.trained.values():
         model_states.cast_of(tensor, dtype)
+    for group in groups:
+        kept = {parts.trained[name].dtype: name for name in group.names if name in parts.trained}
+        if len(kept) > 1 and (strange := kept.keys() - FLOATS):
+            raise CheckpointError(
+                "a parameter that is not of floats, in one group with others: ZeRO lays them end to end in one dtype",
+                where=f"{where}, parameter {kept[strange.pop()]}",
+                hint="use --to universal, or leave it out of the optimizer's groups",
+            )
     if stage == 3 and parts.frozen and not Details.of(inventory).buffers_known:
         raise CheckpointError(
             "nothing says whether this is a frozen parameter or a buffer, and stage 3 saves them in different ways",

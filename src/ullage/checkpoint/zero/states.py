@@ -30,7 +30,7 @@ from ullage.checkpoint.zero.shards import FlatTensor, ModelFile, ShardFile, offl
 WEIGHTS_ONLY = "the weights can be converted without it: --to safetensors or --to dcp, with --weights-only"
 #: Numbers that an optimizer computes again from the weights before it reads them, so that they may be left out.
 #: RMS: ``Adafactor.step`` of transformers.
-_RECOMPUTED = {"RMS"}
+RECOMPUTED = {"RMS"}
 #: Dtypes of codes: no optimizer keeps values of its own in one byte.
 _CODES = {"uint8", "int8"}
 #: Muon's state.
@@ -95,7 +95,7 @@ def compare_uncut(shards: list[ShardFile], groups: list[Group]) -> Uncut:
             expected = f"a state of {lead.flats[index]['fp32'].numel} elements, like the weights"
             add(what, index, expected=expected, found=f"{placed.numel} elements")
     found.problems += _compare_numbers(ordered)
-    for key in sorted(_RECOMPUTED):
+    for key in sorted(RECOMPUTED):
         scalars = [
             [comparable(s.scalars[i].get(key)) for s in ordered if i < len(s.scalars)] for i in range(len(lead.scalars))
         ]
@@ -123,7 +123,7 @@ def _compare_numbers(shards: list[ShardFile]) -> list[Problem]:
     for shard in others:
         # Words before the key, group, entries of rank 0 and of this rank, and keys that may differ.
         pairs: list[tuple[str, int, dict[str, Any], dict[str, Any], set[str]]] = [
-            ("optimizer state ", index, mine, theirs, _RECOMPUTED | {"step"})
+            ("optimizer state ", index, mine, theirs, RECOMPUTED | {"step"})
             for index, (mine, theirs) in enumerate(zip(lead.scalars, shard.scalars))
         ]
         settings = enumerate(zip(lead.settings, shard.settings))

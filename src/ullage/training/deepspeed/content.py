@@ -25,6 +25,7 @@ import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
 from ullage.checkpoint.core.manifest import around, damage_in
+from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError, UllageError
 from ullage.core.layout import Int64
 from ullage.ranks import Axis
@@ -51,6 +52,7 @@ class Content:
         inventory: its tensors, without what only writers of formats need.
         steps: step and dtype of each parameter group, as they were saved.
         settings: plain hyperparameters by group, where no file of DeepSpeed's holds them.
+        numbers: by group, state that is neither cut like the weights nor the step.
         model_states: files of model states of data-parallel rank 0, by model rank.
         optimizer_states: the file with the optimizer's hyperparameters and loss scale; None without one of DeepSpeed's.
         left_out: state that the optimizer computes again.
@@ -62,6 +64,7 @@ class Content:
     inventory: Inventory
     steps: dict[int, tuple[Any, str | None]] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     model_states: list[Path] = field(default_factory=list)
     optimizer_states: Path | None = None
     left_out: frozenset[str] = frozenset()
@@ -134,6 +137,7 @@ def read_content(folder: Path, *, manifest: bool) -> Content:
     inventory = read(folder)
     details, where = inventory.details, inventory.folder
     content = Content(replace(inventory, details=None), getattr(details, "steps", {}))
+    content.numbers = kept_by_group(Details.of(inventory))
     content.problems += [
         str(problem) for problem in (*inventory.problems(manifest=False), *inventory.optimizer_problems)
     ]
@@ -192,12 +196,10 @@ class Saved:
 
     Attributes:
         groups: hyperparameters by parameter group; empty where nothing holds them.
-        kept: by parameter group, state that is neither cut like the weights nor the step.
         whole: loss scale, clipping and version, for the engine's own loader; empty for formats without.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     whole: dict[str, Any] = field(default_factory=dict)
 
 
@@ -211,21 +213,13 @@ def read_saved(content: Content) -> Saved:
     if inventory.format == "zero":
         saved = root.get("optimizer" if inventory.written_by.stage == 0 else "optimizer_state_dict") or {}
     inner = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-    groups, state = [], {}  # as of an elastic checkpoint: a list by group, without hyperparameters
+    groups = []  # as of an elastic checkpoint: a list by group, without hyperparameters
     if isinstance(inner, dict):
         groups = inner.get("param_groups") or saved.get("param_groups") or []
-        state = inner.get("state") or {}
-    others = {*content.keys, *content.left_out, "step"}
-    kept = {
-        number: {key: copy.deepcopy(value) for key, value in state[first].items() if key not in others}
-        for number, group in enumerate(groups)
-        for first in list(group.get("params", ()))[:1]
-        if isinstance(state.get(first), dict)
-    }
     whole = {key: saved[key] for key in (*SCALE, "overflow", "clip_grad", "ds_version") if key in saved}
     whole.setdefault("ds_version", root.get("ds_version"))
     settings = [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
-    return Saved(copy.deepcopy(settings), kept, whole if inventory.written_by.stage != 0 else {})
+    return Saved(copy.deepcopy(settings), whole if inventory.written_by.stage != 0 else {})
 
 
 class ModelStates:

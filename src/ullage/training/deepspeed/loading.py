@@ -32,6 +32,7 @@ from ullage.checkpoint.core.manifest import BLOCK_BYTES
 from ullage.checkpoint.core.numbers import Bytes
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
 from ullage.checkpoint.files.archive import combine
+from ullage.checkpoint.formats.torch_optimizer import may_be_state
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
 from ullage.core.replacing import replaced
@@ -62,6 +63,8 @@ from ullage.training.deepspeed.engine import (
 _LOG = logging.getLogger(__name__)
 #: Of the bytes that a rank reads for itself, one in this many may be read for comparisons besides.
 _SPARE = 32
+#: What bitsandbytes calls Adam's moments.
+_BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2"}
 _NONE: Int64 = np.zeros((0, 3), np.int64)
 
 
@@ -120,7 +123,7 @@ def load_ranges(
         zero.checkpoint_event_prologue()
     with contextlib.closing(_RangeReader(content)) as reader:
         with together(world, "reading the checkpoint"):
-            _fill_optimizer(reader, zero, here.masters, content, plan, saved)
+            _fill_optimizer(reader, zero, here.masters, content, plan)
             reader.fill_others(plan)
         compared = reader.compare()
     with together(world, "setting the state of the engine"):
@@ -154,7 +157,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
     A parameter that the checkpoint's optimizer has not stepped starts from nothing, which is said. Raises
     ``CheckpointError`` for a parameter whose state the checkpoint lacks.
     """
-    plan, state, lacking = RangePlan(), {}, []
+    plan, state, lacking = RangePlan(problems=list(content.problems)), {}, []
     by_identity = {id(held.target): held for held in _held_whole(model)}
     # A state dict of an optimizer goes by position.
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -162,10 +165,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
         weight, mine = content.named(held.names, "fp32"), {}
         for key in content.keys:
             tensor = content.named(held.names, key) if key != "fp32" else None
-            if tensor is not None and plan.fits(held, tensor, key):
+            if tensor is not None and (may_be_state(key, tensor.shape, held.shape) or plan.fits(held, tensor, key)):
                 # As ``load_state_dict`` would cast and move it.
                 dtype = parameter.dtype if parameter.is_floating_point() else getattr(torch, tensor.dtype)
-                mine[key] = torch.empty(held.shape, dtype=dtype, device=parameter.device)
+                mine[key] = torch.empty(tensor.shape, dtype=dtype, device=parameter.device)
                 plan.others.append((mine[key], [Read(tensor, 0, 0, tensor.numel)]))
         if weight is not None and content.begins(weight):
             plan.begins += [weight.name] * (bool(there) or len(content.by_group[weight.group]) > 1)
@@ -177,8 +180,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
             or any(torch.is_tensor(v) and v.dim() and k not in mine for k, v in there.items())
         ):
             lacking.append(held.names[0])
-        step = None if weight is None or weight.group is None else content.inventory.steps.get(weight.group)
-        state[index] = mine if step is None else {"step": torch.tensor(float(step)), **mine}
+        group = None if weight is None else weight.group
+        step = None if group is None else _step_for(content.inventory.steps.get(group), None, optimizer)
+        kept = {} if group is None else _numbers_for(content.numbers.get(group, {}), optimizer)
+        state[index] = {**({} if step is None else {"step": step}), **_named_for(mine, optimizer), **kept}
     _require_fit(plan, content, "the checkpoint does not fit the model")
     # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
     if lacking and any(state.values()):
@@ -312,7 +317,7 @@ class _RangeReader:
 
 
 def _fill_optimizer(
-    reader: _RangeReader, zero: Any, masters: list[MasterWeights], content: Content, plan: RangePlan, saved: Saved
+    reader: _RangeReader, zero: Any, masters: list[MasterWeights], content: Content, plan: RangePlan
 ) -> None:
     """Read masters and states, and give each flat tensor its own step; padding becomes zero."""
     optimizer = zero.optimizer
@@ -336,11 +341,8 @@ def _fill_optimizer(
         settings = optimizer.param_groups[master.group]
         if torch.is_tensor(step) and (settings.get("fused") or settings.get("capturable")):
             step = step.to(device=master.flat.device, dtype=torch.float32)
-        kept = {
-            key: value.to(master.flat.device) if torch.is_tensor(value) and value.dim() else value
-            for key, value in saved.kept.get(source, {}).items()
-        }
-        state.update({**({} if step is None else {"step": step}), **made, **kept})
+        kept = _numbers_for(content.numbers.get(source, {}), optimizer)
+        state.update({**({} if step is None else {"step": step}), **_named_for(made, optimizer), **kept})
 
 
 def _state_tensor(optimizer: Any, plan: RangePlan, master: torch.Tensor, key: str, size: int) -> torch.Tensor:
@@ -364,6 +366,22 @@ def _step_for(value: Any, dtype: str | None, optimizer: torch.optim.Optimizer) -
     if dtype is None or home.startswith("deepspeed.ops"):
         return int(value)
     return torch.tensor(value, dtype=getattr(torch, dtype))
+
+
+def _numbers_for(kept: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers of its state as ``optimizer`` keeps them: torch's as tensors, such as ``mu_product`` of NAdam."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return kept
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    is_number = {key: isinstance(value, (int, float)) for key, value in kept.items()}
+    return {key: torch.tensor(float(v), dtype=dtype) if is_number[key] else v for key, v in kept.items()}
+
+
+def _named_for(made: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Adam's moments by the names that ``optimizer`` has for them. One of bitsandbytes goes on with 32 bits of them."""
+    if not type(optimizer).__module__.startswith("bitsandbytes"):
+        return made
+    return {_BITSANDBYTES.get(key, key): value for key, value in made.items()}
 
 
 def _set_settings(optimizer: Any, plan: RangePlan, saved: Saved) -> None:
