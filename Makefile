@@ -81,7 +81,7 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 		printf '  make campaign NAME=%-16s %s\n' "$$(basename "$$script" .py)" "$$(head -n 1 "$$script" | tr -d '\"')"; done; \
 	[ -z "$(NAME)" ]
 
-compat: install  ## a few tests on the oldest transformers that is supported, and on the newest; a minute and a half
+compat: install  ## every way of packing, evaluation and resuming on the oldest and newest transformers; two minutes
 	@$(BIN)/python benchmarks/campaigns/versions.py --quick
 
 watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path

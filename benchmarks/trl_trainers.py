@@ -182,7 +182,7 @@ def measure(kind: str, way: str, sizes: Sizes) -> Measurement:
     package, options = WAYS[kind][way]
     arguments = {
         "num_train_epochs": 1, "max_length": None, "report_to": [], "use_cpu": True, "bf16": False,
-        "gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
+        "activation_checkpointing": False, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "dataloader_pin_memory": False, **options(sizes),
     }  # fmt: skip
     reference = {"ref_model": model(sizes)} if kind == "DPO" else {}

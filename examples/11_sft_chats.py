@@ -93,7 +93,7 @@ def main() -> None:
                 learning_rate=1e-2,
                 logging_steps=max(1, arguments.steps // 5),
                 bf16=torch.cuda.is_available(),
-                gradient_checkpointing=False,
+                activation_checkpointing=False,
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,

@@ -70,7 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
         max_length=512,
         learning_rate=5e-3,
         logging_steps=1,
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         bf16=False,
         save_strategy="no",
         report_to=[],

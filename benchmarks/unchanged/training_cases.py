@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, padded, accumulated": ("Trainer", {"gradient_accumulation_steps": 2}),
     "llama, packed, clipped": ("Trainer", {**PACKED, "max_grad_norm": 0.1}),
     "llama, packed, smoothed labels": ("Trainer", {**PACKED, "label_smoothing_factor": 0.1}),
-    "llama, packed, recomputed": ("Trainer", {**PACKED, "gradient_checkpointing": True}),
+    "llama, packed, recomputed": ("Trainer", {**PACKED, "activation_checkpointing": True}),
     "llama, packed, bf16": ("Trainer", {**PACKED, "bf16": True}),
     "llama, packed, labels masked": ("Trainer", {**PACKED, "data": "masked"}),
     "llama, packed, random order": ("Trainer", {**PACKED, "train_sampling_strategy": "random"}),
@@ -187,7 +187,7 @@ def make_trainer(kind: str, settings: dict[str, Any], folder: Path) -> Any:
     settled = {
         "max_steps": 8, "per_device_train_batch_size": 8 // world // accumulated, "per_device_eval_batch_size": 4,
         "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 1,
-        "learning_rate": 1e-2, "bf16": False, "lr_scheduler_type": "linear", "gradient_checkpointing": False,
+        "learning_rate": 1e-2, "bf16": False, "lr_scheduler_type": "linear", "activation_checkpointing": False,
         "optim": "adamw_torch", "deepspeed": zero(stage) if stage else None,
     }  # fmt: skip
     if kind != "GRPO":

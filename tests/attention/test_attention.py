@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
 from ullage.attention.kernels import Scores, attend
+from ullage.attention.releases import CACHE
 from ullage.attention.segments import arrange, attention_of_row, host_lengths
 from ullage.attention.varlen import _block_mask, chunked, flex_attention, serves_flex, varlen_attention
 from ullage.proofs.tiny import tiny_model
@@ -116,9 +117,9 @@ def test_the_cache_of_a_plain_call_changes_nothing(name):
     model = build(name, **MODELS[name])
     batch = RaggedBatch.from_samples(samples_of(LENGTHS)).to_flattened()
     default = model(**batch)
-    assert default.past_key_values is not None
+    assert default.get(CACHE) is not None
     without = model(**batch, use_cache=False)
-    assert without.past_key_values is None
+    assert without.get(CACHE) is None
     assert torch.equal(default.logits, without.logits)
 
 
@@ -266,9 +267,9 @@ def test_a_cache_beside_the_lengths_is_refused():
     model = build("llama")
     batch = RaggedBatch.from_samples(samples_of((4, 6)))
     keywords = batch.to_flattened()
-    filled = model(input_ids=batch["input_ids"][None]).past_key_values
+    filled = model(input_ids=batch["input_ids"][None])[CACHE]
     with pytest.raises(InputError, match=r"cannot continue a cache.*20 keys, 10 queries"):
-        model(**keywords, past_key_values=filled)
+        model(**keywords, **{CACHE: filled})
 
 
 def test_positions_that_start_anew_without_lengths_are_refused():

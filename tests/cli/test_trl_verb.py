@@ -98,10 +98,10 @@ def logged(run, *names):
 
 
 def test_flags_and_a_recipe_give_the_same_arguments(folder):
-    path = recipe(folder, "sft", "same", packing_capacity=64, packing_verify=False, gradient_checkpointing=False)
+    path = recipe(folder, "sft", "same", packing_capacity=64, packing_verify=False, activation_checkpointing=False)
     flags = [word for name, value in {**COMMON, **RECIPES["sft"]}.items() for word in (f"--{name}", str(value))]
     flags += ["--output_dir", "same", "--packing-capacity", "64", "--no_packing_verify"]
-    flags += ["--gradient_checkpointing", "false"]
+    flags += ["--activation_checkpointing", "false"]
     of_recipe, of_flags = (_parse(_parser_of("sft")[1], arguments) for arguments in (path, flags))
     assert of_recipe[0] == of_flags[0]
     assert of_recipe[1:] == of_flags[1:] == ([], [])

@@ -90,7 +90,7 @@ def test_packed_pairs_of_any_lengths_equal_each_pair_alone(sizes):
 def test_packed_pairs_of_barts_kin_equal_each_pair_alone_under_checkpointing(kind):
     """mBART starts a target with its last token, M2M-100 counts no padding, UMT5 has a bias in each layer."""
     model = tiny_model(kind, "seq2seq").double()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     assert_exact(quiet(model), pairs_of([(7, 3), (9, 9), (7, 1), (1, 20), (30, 4), (7, 3)]), 8)
 
 
@@ -125,7 +125,7 @@ LENGTHS = (70, 1, 3, 30, 3, 60, 1, 60, 60)
 def test_sequences_get_what_they_get_alone_under_checkpointing(name):
     model = quiet(tiny_model(name, ONE_ROW[name]))
     if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     expected = logits_alone(model, LENGTHS)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
     parameters = [each for each in model.parameters() if each.requires_grad]

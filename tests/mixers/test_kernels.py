@@ -184,7 +184,7 @@ def test_a_checkpointed_layer_is_told_the_same_lengths_again(reentrant):
     with file_of("qwen3_next") as module:
         model = model_of(module, "qwen3_next").train()
         other = copy.deepcopy(model)
-        other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        other.activation_checkpointing_enable({"use_reentrant": reentrant})
         row, after = packed_row(rows_of()), packed_row(rows_of(1, (30, 2)))
         with pack_model(model), pack_model(other):
             expected = outcome(model, lambda: model(**row).logits)

@@ -143,7 +143,7 @@ def test_gradient_checkpointing_repeats_a_layer_with_its_own_row(model_type, ree
     model = tiny_model(model_type, "causal")
     expected = gradients(model, torch.cat([alone(model), alone(model, (2, 9, 4), 3)]))
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     with pack_model(model):
         # Two rows of other lengths, so that the row of the last call is the wrong one for the first.
         logits = torch.cat([model(**packed_row()).logits[0], model(**packed_row((2, 9, 4), 3)).logits[0]])

@@ -176,7 +176,7 @@ def test_a_row_of_text_runs_the_tower_where_that_is_asked_for_and_nothing_change
 def test_checkpointed_layers_get_the_images_of_their_row_again(model_type, reentrant):
     model, samples = made(model_type)
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     alone(model, samples)[1].backward()
     # The older kind gives a tower no gradients, whose input asks for none.
     expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -197,7 +197,7 @@ def random_states():
 def test_a_proof_leaves_no_trace(reentrant):
     model = llama(attention_dropout=0.5)
     part = model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     model.model.layers[1].eval()
     function = model.model.layers[0]._gradient_checkpointing_func

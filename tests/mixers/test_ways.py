@@ -252,7 +252,7 @@ def checkpointed():
     model = LlamaForCausalLM(llama_config())
     for place, layer in enumerate(model.model.layers):
         model.model.layers[place] = checkpoint_wrapper(layer)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     return model
 
 
@@ -274,12 +274,6 @@ def of_accelerate():
     return model
 
 
-def quantised():
-    """torch's own; what wants a GPU is told by its module, below."""
-    model = LlamaForCausalLM(llama_config())
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
 WRAPPED = {
     "LoRA": lambda: adapted(target_modules="all-linear"),
     "LoRA on embeddings": lambda: adapted(target_modules=["q_proj", "embed_tokens"]),
@@ -298,7 +292,6 @@ WRAPPED = {
     "checkpointed": checkpointed,
     "NEFTune": noisy,
     "accelerate": of_accelerate,
-    "quantised": quantised,
 }
 
 

@@ -153,12 +153,12 @@ def test_an_adapter_generates_checkpoints_gradients_and_is_copied():
     model(**keywords()).loss.backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model(**keywords()).loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, plain[name])
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
 
     twin = copy.deepcopy(model)
     assert torch.equal(outputs(twin), outputs(model))

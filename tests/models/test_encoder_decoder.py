@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
+from ullage.attention.releases import CACHE
 from ullage.core.errors import InputError
 from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
 
@@ -60,19 +61,19 @@ def test_embeddings_resize_on_both_sides_with_their_head(tied: bool) -> None:
 
 def test_the_state_bridge_hands_on_the_upper_layers() -> None:
     model = _model(num_hidden_layers=3, num_decoder_layers=2, bidirectional=False)
-    layers = model.encoder(input_ids=SOURCES, use_cache=True).past_key_values.layers
+    layers = model.encoder(input_ids=SOURCES, use_cache=True)[CACHE].layers
     assert model.bridge(layers) == (layers[1], layers[2])
     deeper = _model(num_hidden_layers=1, num_decoder_layers=2, bidirectional=False)
-    (only,) = deeper.encoder(input_ids=SOURCES, use_cache=True).past_key_values.layers
+    (only,) = deeper.encoder(input_ids=SOURCES, use_cache=True)[CACHE].layers
     assert deeper.bridge((only,)) == (only, only)
 
 
 def test_a_state_comes_back_when_asked_for_and_by_default_in_evaluation() -> None:
     model = _model()
     start = torch.tensor([[1], [1]])
-    assert model(input_ids=SOURCES, decoder_input_ids=start).past_key_values.get_seq_length() == 1
-    assert model(input_ids=SOURCES, labels=LABELS).past_key_values is None
-    assert model.train()(input_ids=SOURCES, decoder_input_ids=start).past_key_values is None
+    assert model(input_ids=SOURCES, decoder_input_ids=start)[CACHE].get_seq_length() == 1
+    assert model(input_ids=SOURCES, labels=LABELS).get(CACHE) is None
+    assert model.train()(input_ids=SOURCES, decoder_input_ids=start).get(CACHE) is None
     assert model.generate(SOURCES, max_new_tokens=2).shape == (2, 3)  # in training too
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ullage
 from tests.support.recurrent_ways import Result, Samples, Way, assert_gives, gradients
+from ullage.attention.releases import CACHE
 from ullage.models import RecurrentEncoderDecoder, RecurrentEncoderDecoderConfig
 from ullage.models.cells import CELLS
 from ullage.models.decoder_attention import ATTENTIONS, AdditiveAttention, Blocks
@@ -44,9 +45,9 @@ def _alone(model: RecurrentEncoderDecoder, source: Tensor, labels: Tensor) -> Te
     """Logits [L, vocabulary] of one pair, its attention written out step by step."""
     encoded = model.encoder(input_ids=source[None], use_cache=True)
     memory = encoded.last_hidden_state[0]
-    state = model._first_state(type("Memory", (), {"state": encoded.past_key_values})())  # pyright: ignore
+    state = model._first_state(type("Memory", (), {"state": encoded[CACHE]})())  # pyright: ignore
     read = torch.cat([torch.tensor([1]), labels[:-1]])[None]
-    hidden = model.decoder(input_ids=read, past_key_values=state).last_hidden_state[0]
+    hidden = model.decoder(input_ids=read, cache=state).last_hidden_state[0]
     attention: Any = model.attention
     out = []
     for step in hidden:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 import ullage
+from ullage.attention.releases import CACHE
 from ullage.core.errors import InputError
 from ullage.models import (
     GRUCell,
@@ -318,16 +319,16 @@ def test_a_given_state_is_gone_on_from(cell: str, num_beams: int) -> None:
     whole = torch.stack([prompts[1], prompts[4]])
     expected = _new(model, model.generate(whole, **how), 8)
     for cut in (1, 3, 5, 7):  # what comes after is shorter, or longer, than what was seen
-        state = model(input_ids=whole[:, :cut], use_cache=True).past_key_values
+        state = model(input_ids=whole[:, :cut], use_cache=True)[CACHE]
         before = [[part.clone() for part in layer] for layer in state.layers]
-        rest = model.generate(whole[:, cut:], past_key_values=state, **how)
+        rest = model.generate(whole[:, cut:], cache=state, **how)
         assert torch.equal(rest[:, : 8 - cut], whole[:, cut:])
         assert _new(model, rest, 8 - cut) == expected
-        again = model.generate(whole, past_key_values=state, **how)  # whole rows, as transformers has it
+        again = model.generate(whole, cache=state, **how)  # whole rows, as transformers has it
         assert torch.equal(again[:, :8], whole)
         assert _new(model, again, 8) == expected
         mask = torch.ones_like(whole)
-        told = model.generate(whole[:, cut:], attention_mask=mask, past_key_values=state, **how)
+        told = model.generate(whole[:, cut:], attention_mask=mask, cache=state, **how)
         assert torch.equal(told, rest)
         assert all(torch.equal(a, b) for x, y in zip(before, state.layers) for a, b in zip(x, y))
         assert state.num_sequences == 2
@@ -337,8 +338,8 @@ def test_a_state_of_unequal_sequences_is_gone_on_from() -> None:
     model, prompts = _model("decoder"), _prompts()
     more = [torch.tensor(row) for row in ([7], [8, 9, 10, 11], [12, 13], [5, 5, 5], [30])]
     expected = _generated(model, [torch.cat(pair) for pair in zip(prompts, more)])
-    state = model(**_batch(prompts).to_flattened(), use_cache=True).past_key_values
-    rows = model.generate(more, past_key_values=state, max_new_tokens=NEW, do_sample=False)
+    state = model(**_batch(prompts).to_flattened(), use_cache=True)[CACHE]
+    rows = model.generate(more, cache=state, max_new_tokens=NEW, do_sample=False)
     assert _new(model, rows, 4) == expected
 
 
@@ -350,7 +351,7 @@ def test_what_generate_returned_is_gone_on_from(kind: str) -> None:
     first = model.generate(prompts, max_new_tokens=4, return_dict_in_generate=True, **how)
     side = {"decoder_input_ids": first.sequences} if kind == "additive" else {"input_ids": first.sequences}
     sources = {"inputs": prompts} if kind == "additive" else {}
-    then = model.generate(**sources, **side, past_key_values=first.past_key_values, max_new_tokens=5, **how)
+    then = model.generate(**sources, **side, cache=first[CACHE], max_new_tokens=5, **how)
     assert torch.equal(then, long)
 
 
@@ -358,15 +359,15 @@ def test_going_on_again_and_again_equals_going_on_once() -> None:
     model, prompts = _model("decoder"), _prompts()
     how: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     for state in (
-        model(**_batch(prompts).to_flattened(), use_cache=True).past_key_values,
-        model(**_batch(prompts).to_padded(side="left"), use_cache=True).past_key_values,
+        model(**_batch(prompts).to_flattened(), use_cache=True)[CACHE],
+        model(**_batch(prompts).to_padded(side="left"), use_cache=True)[CACHE],
     ):
         more = torch.tensor([[7, 8], [9, 10], [3, 3], [4, 5], [11, 12]])
-        long = model.generate(more, past_key_values=state, max_new_tokens=30, **how).sequences
+        long = model.generate(more, cache=state, max_new_tokens=30, **how).sequences
         rows, step = more, None
         for new in (1, 2, 3, 4, 20):
-            step = model.generate(rows, past_key_values=state, max_new_tokens=new, **how)
-            rows, state = step.sequences, step.past_key_values
+            step = model.generate(rows, cache=state, max_new_tokens=new, **how)
+            rows, state = step.sequences, step[CACHE]
         assert torch.equal(rows, long)
 
 
@@ -427,11 +428,11 @@ def test_prompts_that_do_not_fit(prompts: Any, more: dict[str, Any], words: str)
 
 def test_states_that_do_not_fit() -> None:
     model, prompts = _model("decoder"), _prompts()
-    state = model(**_batch(prompts).to_flattened(), use_cache=True).past_key_values
+    state = model(**_batch(prompts).to_flattened(), use_cache=True)[CACHE]
     with pytest.raises(InputError, match="the state is of another batch"):
-        model.generate(prompts[:2], past_key_values=state, max_new_tokens=2)
+        model.generate(prompts[:2], cache=state, max_new_tokens=2)
     seq2seq = _model("dot")
     with pytest.raises(InputError, match="generate\\(\\) needs sources"):
         seq2seq.generate(max_new_tokens=2)
     with pytest.raises(InputError, match="decoder_input_ids do not begin with what the state has seen"):
-        seq2seq.generate(prompts, past_key_values=state, max_new_tokens=2)
+        seq2seq.generate(prompts, cache=state, max_new_tokens=2)

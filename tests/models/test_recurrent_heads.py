@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.support.small_runs import quiet
 from ullage import RaggedBatch
+from ullage.attention.releases import CACHE
 from ullage.models import (
     Cell,
     RecurrentConfig,
@@ -167,11 +168,9 @@ def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
         together = loaded(**batch.to_flattened(), use_cache=True)
         alone = [loaded(input_ids=s["input_ids"][None], use_cache=True) for s in batch.samples()]
         assert torch.allclose(together.logits[0], torch.cat([one.logits[0] for one in alone]), atol=1e-5)
-        for number, layer in enumerate(together.past_key_values.layers):
+        for number, layer in enumerate(together[CACHE].layers):
             for part, state in enumerate(layer):
-                assert torch.allclose(
-                    state, torch.cat([one.past_key_values.layers[number][part] for one in alone]), atol=1e-5
-                )
+                assert torch.allclose(state, torch.cat([one[CACHE].layers[number][part] for one in alone]), atol=1e-5)
     finally:
         del CELLS["leaky"]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ullage
 from tests.support.recurrent_ways import WAYS, Result, Samples, Way, assert_gives, gradients
+from ullage.attention.releases import CACHE
 from ullage.models import (
     RecurrentConfig,
     RecurrentForSequenceClassification,
@@ -103,9 +104,9 @@ def test_hidden_and_final_states_come_back_in_the_order_given(cell: str, bidirec
         assert torch.allclose(real(outputs.last_hidden_state), hidden, rtol=0, atol=1e-9), way
         assert [real(states).shape[0] for states in outputs.hidden_states] == [len(hidden)] * 3
         assert torch.equal(real(outputs.hidden_states[-1]), real(outputs.last_hidden_state))
-        for number, layer in enumerate(outputs.past_key_values.layers):
+        for number, layer in enumerate(outputs[CACHE].layers):
             for part, state in enumerate(layer):
-                expected = torch.cat([one.past_key_values.layers[number][part] for one in alone])
+                expected = torch.cat([one[CACHE].layers[number][part] for one in alone])
                 assert torch.allclose(state, expected, rtol=0, atol=1e-9), way
 
 
@@ -139,9 +140,9 @@ def test_backpropagation_truncated_across_batches_is_that_of_one_long_run(cell: 
             batch = ullage.RaggedBatch.from_samples(part)
             keywords = batch.to_flattened()
             del keywords["labels"]
-            outputs = model(**keywords, past_key_values=state, use_cache=True)
+            outputs = model(**keywords, cache=state, use_cache=True)
             total = total + outputs.last_hidden_state.square().sum()
-            state = outputs.past_key_values.detach() if cut else outputs.past_key_values
+            state = outputs[CACHE].detach() if cut else outputs[CACHE]
         gradients = torch.autograd.grad(total, list(model.parameters()))
         return total.detach(), list(gradients)
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.generic import find_labels
 
 from ullage import RaggedBatch
+from ullage.attention.releases import CACHE
 from ullage.models import (
     RaggedInputs,
     RecurrentConfig,
@@ -71,15 +72,15 @@ def test_weights_start_as_documented() -> None:
 
 def test_a_state_comes_back_when_asked_for_and_by_default_in_evaluation() -> None:
     model = _model()
-    assert model(input_ids=IDS).past_key_values.get_seq_length() == 3
-    assert model(input_ids=IDS, labels=IDS).past_key_values is None
-    assert model(input_ids=IDS, use_cache=False).past_key_values is None
-    assert model.train()(input_ids=IDS).past_key_values is None
-    assert model(input_ids=IDS, use_cache=True).past_key_values is not None
+    assert model(input_ids=IDS)[CACHE].get_seq_length() == 3
+    assert model(input_ids=IDS, labels=IDS).get(CACHE) is None
+    assert model(input_ids=IDS, use_cache=False).get(CACHE) is None
+    assert model.train()(input_ids=IDS).get(CACHE) is None
+    assert model(input_ids=IDS, use_cache=True).get(CACHE) is not None
 
 
 def test_states_are_reordered_selected_and_repeated() -> None:
-    state = _model(num_hidden_layers=2)(input_ids=IDS).past_key_values
+    state = _model(num_hidden_layers=2)(input_ids=IDS)[CACHE]
     before = state.layers
     state.reorder_cache(torch.tensor([1, 1, 0]))
     assert all(torch.equal(new, old[[1, 1, 0]]) for a, b in zip(state.layers, before) for new, old in zip(a, b))
@@ -96,11 +97,12 @@ def test_padding_may_hold_what_is_no_token() -> None:
 
 def test_a_mask_may_cover_what_the_state_has_seen() -> None:
     model = _model()
-    state = model(input_ids=IDS).past_key_values
+    state = model(input_ids=IDS)[CACHE]
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    longer = model(input_ids=IDS[:, :1], attention_mask=mask, past_key_values=state)
-    assert longer.past_key_values.get_seq_length() == 4
-    assert torch.equal(longer.logits, model(input_ids=IDS[:, :1], past_key_values=state).logits)
+    longer = model(input_ids=IDS[:, :1], attention_mask=mask, cache=state)
+    assert longer[CACHE].get_seq_length() == 4
+    assert torch.equal(longer.logits, model(input_ids=IDS[:, :1], cache=state).logits)
+    assert torch.equal(longer.logits, model(input_ids=IDS[:, :1], past_key_values=state).logits)  # its name until 5.24
 
 
 def test_a_layer_is_called_once_whatever_the_lengths() -> None:
@@ -124,7 +126,7 @@ def test_the_signature_names_what_transformers_and_peft_look_for() -> None:
     fields = {field.name for field in dataclasses.fields(RaggedInputs)}
     ignored = {"cu_seq_lens_k", "max_length_q", "max_length_k"}
     for kind, own, labels in (
-        (RecurrentModel, {"past_key_values", "sequences"}, []),
+        (RecurrentModel, {"cache", "sequences"}, []),
         (RecurrentForCausalLM, {"labels", "shift_labels", "logits_to_keep"}, ["labels", "shift_labels"]),
         (RecurrentForSequenceClassification, {"labels", "use_cache"}, ["labels"]),
         (RecurrentForTokenClassification, {"labels"}, ["labels"]),

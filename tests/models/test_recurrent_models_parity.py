@@ -194,7 +194,7 @@ def test_gradient_checkpointing_changes_no_gradient(cell: str, reentrant: bool) 
     batch = ullage.RaggedBatch.from_samples(_samples()).to_flattened()
     model(**batch).loss.backward()
     plain = gradients(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     layers: Any = model.model.layers
     assert all(layer.gradient_checkpointing for layer in layers)
     model(**batch).loss.backward()

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from transformers import AutoConfig
 
+from ullage.attention.releases import CACHE
 from ullage.core.errors import InputError
 from ullage.models import (
     RecurrentConfig,
@@ -106,8 +107,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "pairs",
         {"encoder_outputs": (torch.zeros(2, 3, 16),), "labels": LABELS},
-        "encoder_outputs hold no final states for the decoder to start from: expected past_key_values in them. "
-        "Call the encoder with use_cache=True",
+        "encoder_outputs hold no final states for the decoder to start from: expected " + CACHE + " in them. Call the encoder with use_cache=True",
     ),
 ]  # fmt: skip
 
@@ -121,19 +121,17 @@ def test_input_that_cannot_be_used(kind: str, keywords: dict[str, Any], message:
 
 
 def test_states_that_do_not_fit() -> None:
-    state = _model("causal")(input_ids=IDS).past_key_values
-    of_batch = (
-        r"the state is of another batch \(past_key_values, layer 0\): expected \[1 sequences, 8\], found \[2, 8\]"
-    )
+    state = _model("causal")(input_ids=IDS)[CACHE]
+    of_batch = r"the state is of another batch \(cache, layer 0\): expected \[1 sequences, 8\], found \[2, 8\]"
     with pytest.raises(InputError, match=of_batch):
-        _model("causal")(input_ids=IDS[:1], past_key_values=state)
-    of_model = r"the state is of another model \(past_key_values\): expected 1 layers of 1 tensors, found 1 of 2"
+        _model("causal")(input_ids=IDS[:1], cache=state)
+    of_model = r"the state is of another model \(cache\): expected 1 layers of 1 tensors, found 1 of 2"
     with pytest.raises(InputError, match=of_model):
-        _model("causal", cell="gru")(input_ids=IDS, past_key_values=state)
+        _model("causal", cell="gru")(input_ids=IDS, cache=state)
     pairs = _model("pairs")
-    state = pairs(input_ids=IDS, labels=LABELS, use_cache=True).past_key_values
+    state = pairs(input_ids=IDS, labels=LABELS, use_cache=True)[CACHE]
     with pytest.raises(InputError, match="the state is of another batch"):
-        pairs(input_ids=IDS[:1], labels=LABELS[:1], past_key_values=state)
+        pairs(input_ids=IDS[:1], labels=LABELS[:1], cache=state)
 
 
 NAMES = " or ".join(map(repr, CELLS))

@@ -58,7 +58,7 @@ def test_grpo_has_the_losses_that_it_has_without_the_patch(patched, masks_trunca
         options = {"num_generations": 4, "max_completion_length": 64, "num_iterations": 2, "steps_per_generation": 3}
         arguments = config(
             str(tmp_path), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, bf16=False, use_cpu=True,
-            report_to=[], disable_tqdm=True, logging_steps=1, gradient_checkpointing=False, save_strategy="no",
+            report_to=[], disable_tqdm=True, logging_steps=1, activation_checkpointing=False, save_strategy="no",
             mask_truncated_completions=masks_truncated, **options,
         )  # fmt: skip
         made = kind(args=arguments, train_dataset=data, processing_class=tokenizer(), **more)

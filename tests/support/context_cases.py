@@ -103,7 +103,7 @@ def hybrids(rank, world, names):
                     worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
             model.eval()
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         worst[f"{name}, recomputed"] = differences(model, batch, Axis.world(), expected)
     return worst
 
@@ -114,7 +114,7 @@ def checkpointed(rank, world):
     batch = RaggedBatch.from_samples(samples_of(ROWS[0]), pad_to_multiple_of=2 * world)  # and slots with padding
     expected = reference(model, batch)
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     return differences(model, batch, Axis.world(), expected)
 
 

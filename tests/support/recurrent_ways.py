@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ullage
+from ullage.attention.releases import CACHE
 
 Samples = list[dict[str, Tensor]]
 Way = tuple[dict[str, Any], Callable[[Any], Tensor]]
@@ -33,7 +34,7 @@ def assert_gives(model: Any, way: Way, expected: Result, tolerance: float, name:
     found = gradients(model)
     assert torch.allclose(real(outputs.logits), logits, rtol=0, atol=tolerance), name
     assert abs(float(outputs.loss.detach() - loss)) < tolerance, name
-    assert outputs.get("past_key_values") is None
+    assert outputs.get(CACHE) is None
     assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
     for parameter, gradient in wanted.items():
         assert torch.allclose(found[parameter], gradient, rtol=0, atol=tolerance), (name, parameter)

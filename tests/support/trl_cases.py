@@ -101,7 +101,7 @@ def make_sft(name, folder, data=None, mixed=True, more=None, stage=0, lora=False
     options = {
         "max_steps": 3, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "logging_steps": 1,
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
-        "bf16": False, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
+        "bf16": False, "activation_checkpointing": False, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
         "lr_scheduler_type": "constant", **options,
     }  # fmt: skip
     if stage:

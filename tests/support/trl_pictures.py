@@ -54,7 +54,7 @@ def build(name, kind, folder, *, capacity=None, lora=False, completions=False, r
         "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "max_steps": 5,
         "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "use_cpu": True,
         "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch", "train_sampling_strategy": "sequential",
-        "bf16": False, "gradient_checkpointing": False, **options,
+        "bf16": False, "activation_checkpointing": False, **options,
     }  # fmt: skip
     if capacity is not None:
         options["packing_capacity"] = capacity

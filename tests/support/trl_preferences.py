@@ -100,7 +100,7 @@ def build(name, folder, *, capacity=None, lora=False, stage=0, **options):
     mixed = type(f"Ragged{kind.__name__}", (RaggedTrainerMixin, kind), {})
     settings = {
         "max_steps": 3, "per_device_train_batch_size": 12 // world, "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False, "packing_capacity": capacity,
+        "learning_rate": 1e-2, "bf16": False, "activation_checkpointing": False, "packing_capacity": capacity,
         "max_grad_norm": 1e9, "deepspeed": zero(stage) if stage else None, **options,
     }  # fmt: skip
     if name != "GRPO":

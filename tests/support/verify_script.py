@@ -60,7 +60,7 @@ def train(folder, engine, name, verify):
     world = int(os.environ.get("WORLD_SIZE", 1))
     stage = int(engine[4:]) if engine.startswith("zero") else 0
     options = {"deepspeed": packing_script.zero(stage)} if stage else {"fsdp": True} if engine == "fsdp" else {}
-    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
     trainer = Trainer(
         make_model(name),
         quiet(

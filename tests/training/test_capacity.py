@@ -230,8 +230,8 @@ def test_data_without_indices(tmp_path, room, monkeypatch):
 
 
 def test_where_it_cannot_be_found_it_is_refused(tmp_path, monkeypatch):
-    options = {"packing_capacity": "auto", "gradient_checkpointing": True}
-    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    options = {"packing_capacity": "auto", "activation_checkpointing": True}
+    kwargs = {"activation_checkpointing_kwargs": {"use_reentrant": True}}
     trainer = packing_script.make_trainer("llama", str(tmp_path), **options, **kwargs)
     with pytest.raises(InputError, match="use_reentrant=True"):
         trainer.train()

@@ -297,7 +297,7 @@ def test_gradient_checkpointing_and_a_frozen_body(tmp_path, seen):
     """Without a gradient of the hidden states the head's own are computed all the same."""
     norms = []
     for chunked in (False, True):
-        options = {"packing_chunked_loss": chunked, "gradient_checkpointing": True, "max_steps": 2}
+        options = {"packing_chunked_loss": chunked, "activation_checkpointing": True, "max_steps": 2}
         trainer = packing_script.make_trainer("llama", str(tmp_path), **options)
         trainer.model.model.requires_grad_(False)
         trainer.train()

@@ -35,10 +35,10 @@ def test_sft_with_images_is_that_of_padded_rows(tmp_path):
     ("name", "kind", "options"),
     [
         ("SFT", "llava", {}),
-        ("SFT", "qwen2_5_vl", {"completions": True, "gradient_checkpointing": True}),
+        ("SFT", "qwen2_5_vl", {"completions": True, "activation_checkpointing": True}),
         ("SFT", "llava", {"assistant_only_loss": True, "loss_type": "dft"}),
         ("DPO", "llava", {}),
-        ("DPO", "qwen2_5_vl", {"lora": True, "gradient_checkpointing": True}),
+        ("DPO", "qwen2_5_vl", {"lora": True, "activation_checkpointing": True}),
     ],
 )
 def test_five_steps_are_those_of_padded_rows(name, kind, options, tmp_path):

@@ -186,7 +186,7 @@ DPO_LOSSES = [
         {"loss_type": DPO_LOSSES, "loss_weights": [0.5 + k / 8 for k in range(12)], "label_smoothing": 0.1},
         {"use_weighting": True, "ld_alpha": 0.5},
         {"precompute_ref_log_probs": True},
-        {"lora": True, "gradient_checkpointing": True},
+        {"lora": True, "activation_checkpointing": True},
     ],
     ids=["every loss", "weighted", "precomputed", "adapters"],
 )

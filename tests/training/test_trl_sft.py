@@ -128,12 +128,12 @@ def test_models_that_run_by_lengths_train_as_trl_trains_each_sequence_alone(name
         assert [entry[key] for entry in found["logged"]] == pytest.approx([entry[key] for entry in expected], rel=2e-6)
 
 
-CHECKPOINTED = {"gradient_checkpointing": True}
+CHECKPOINTED = {"activation_checkpointing": True}
 #: How the model is wrapped, and what TRL's own trainer needs of it on one process.
 WRAPPED = {
     "adapters": {"lora": True},
-    "checkpointed": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "checkpointed, reentrant": {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "checkpointed": {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+    "checkpointed, reentrant": {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": True}},
     "adapters, checkpointed": {"lora": True, **CHECKPOINTED},
 }
 SHARDED = {
@@ -204,7 +204,7 @@ def test_the_ready_trainer_trains_packed_by_trls_defaults_and_resumes(tmp_path):
     """bf16 and gradient checkpointing, which are on."""
     trainer = ready(tmp_path, packing_capacity=26, max_steps=2, save_steps=1, logging_steps=1)
     assert trainer.args.bf16
-    assert trainer.args.gradient_checkpointing
+    assert trainer.args.activation_checkpointing
     trainer.train()
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     again = ready(tmp_path, packing_capacity=26, max_steps=2, save_strategy="no", logging_steps=1)
@@ -247,7 +247,7 @@ def build(kind, config, data, more, folder, **options):
     torch.manual_seed(0)
     options = {
         "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
-        "bf16": False, "gradient_checkpointing": False, **options,
+        "bf16": False, "activation_checkpointing": False, **options,
     }  # fmt: skip
     arguments = quiet(folder, config, **options)
     return kind(args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), **more)

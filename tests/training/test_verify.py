@@ -62,10 +62,10 @@ KINDS = {
     "bfloat16": (llama, {"bf16": True}),
     "noise on embeddings": (llama, {"neftune_noise_alpha": 5}),
     "adapters": (lora, {}),
-    "checkpointing": (llama, {"gradient_checkpointing": True}),
+    "checkpointing": (llama, {"activation_checkpointing": True}),
     "reentrant checkpointing": (
         llama,
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
     ),
     "another loss per sequence": (llama, {"packing_loss_weighting": "sequence"}),
 }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
 
 from ullage.attention.kernels import Scores, attend
+from ullage.attention.releases import CACHE, CACHE_NAMES
 from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
 from ullage.attention.support import given, reads_masks, require_packable
 from ullage.attention.ulysses import Slices
@@ -209,10 +210,9 @@ _HARMLESS = frozenset(
         # positions, which the caller has applied to queries and keys already
         "position_embeddings",
         # the cache, which the caller has applied already
-        "cache",
+        *CACHE_NAMES,
         "cache_position",
         "past_key_value",
-        "past_key_values",
         "use_cache",
         # the outputs of the model
         "deterministic",
@@ -462,7 +462,7 @@ def _refuse_unpackable(
             "a packed row cannot continue a cache",
             expected="as many keys as queries",
             found=f"{key.shape[2]} keys, {query.shape[2]} queries",
-            hint="pass no past_key_values with cu_seq_lens",
+            hint=f"pass no {CACHE} with cu_seq_lens",
         )
     if mask is None:
         return

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ullage.attention.packed_call import DeferredMask
+from ullage.attention.releases import causal_mask
 from ullage.core.rows import Calls
 from ullage.mixers.by_lengths import PackedRow, join_outputs
 from ullage.mixers.forwards import CurrentRow, Forward, PartForward, RowForward
@@ -181,12 +181,8 @@ class MaskedForward(PartForward):
         window = getattr(self.module, "sliding_window", None)
         key = (id(self.config), type(self.module), self.chooses, window, rows.shape[1], rows.dtype)
         if key not in row.masks:
-            make = create_causal_mask if window is None else create_sliding_window_causal_mask
             # What chooses keys does so on top of the mask.
-            given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "cache_position": None}
-            given |= {"config": self.config, "inputs_embeds": rows[:1], "allow_is_causal_skip": not self.chooses}
-            taken = inspect.signature(make).parameters  # by the version of transformers
-            mask: Any = make(**{name: value for name, value in given.items() if name in taken})
+            mask: Any = causal_mask(self.config, rows[:1], window, may_skip=not self.chooses)
             if isinstance(mask, DeferredMask):
                 mask = mask.build()
             # In a tuple, because None is a mask too.

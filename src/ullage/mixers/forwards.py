@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import loss_author
+from ullage.attention.releases import CACHE_NAMES
 from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.items import ITEM_LENGTHS
@@ -52,13 +53,11 @@ _NOT_OF_PARTS = frozenset(
     {
         *LENGTH_NAMES,
         *TARGET_LENGTH_NAMES,
+        *CACHE_NAMES,
         "attention_mask",
         "context_slices",
-        "cache",
-        "cache_params",
         "cu_seqlens",
         "mask",
-        "past_key_values",
     }
     | {"seq_idx"}
 )
@@ -627,7 +626,7 @@ def _refuse_masks_and_caches(keywords: dict[str, Any], where: str) -> None:
                 where=f"{where}, {name}",
                 hint="pass what RaggedBatch.to_flattened() gives",
             )
-    for name in ("past_key_values", "cache", "cache_params", "encoder_outputs"):
+    for name in (*CACHE_NAMES, "encoder_outputs"):
         if keywords.get(name) is not None:
             raise InputError("a packed row takes no cache", where=f"{where}, {name}", hint="leave it out")
         keywords.pop(name, None)

@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ullage.attention.releases import CACHE, with_cache
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.models.configuration import RecurrentConfig
@@ -58,7 +59,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
         *,
         labels: Rows | None = None,
         shift_labels: Rows | None = None,
-        past_key_values: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
@@ -72,7 +73,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
             labels: [N, L], where the input has its tokens, *not* shifted: a sequence's first label never counts, nor
                 does -100, nor does padding
             shift_labels: [N, L], shifted already; all of them count except -100
-            past_key_values: the states to go on from
+            cache: the states to go on from
             use_cache: return the final states; by default where the model generates
             logits_to_keep: compute the last so many columns of the rows alone, or those of an index; not with labels
             output_hidden_states: also return the embeddings and the output of each layer
@@ -86,12 +87,13 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
             use_cache = self.config.use_cache and predicts
         sequences, outputs = self.run_backbone(
             inputs,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
         )
-        if isinstance(outputs.past_key_values, RecurrentState):
-            outputs.past_key_values.remember(past_key_values, inputs.input_ids)
+        state = getattr(outputs, CACHE)
+        if isinstance(state, RecurrentState):
+            state.remember(cache, inputs.input_ids)
         hidden = cast(Tensor, outputs.last_hidden_state)
         has_labels = labels is not None or shift_labels is not None
         loss = None
@@ -115,10 +117,11 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
                 raise InputError("logits_to_keep names columns of rows", where=f"{other} beside it")
             columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(rows[:, columns])
-        return CausalLMOutputWithPast(
+        return with_cache(
+            CausalLMOutputWithPast,
+            state,
             loss=loss,
             logits=cast(Any, logits),
-            past_key_values=outputs.past_key_values,
             hidden_states=sequences.unflatten_states(outputs.hidden_states),
         )
 

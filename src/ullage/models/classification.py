@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from ullage.attention.releases import CACHE, with_cache
 from ullage.core.errors import InputError
 from ullage.models.configuration import RecurrentConfig
 from ullage.models.modeling import RecurrentModel, RecurrentPreTrainedModel
@@ -91,7 +92,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         inputs: RaggedInputs,
         *,
         labels: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
@@ -102,7 +103,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
             inputs: the keywords of :class:`RaggedInputs`
             labels: classes [n] (-100 does not count), numbers [n] or [n, num_labels] for regression, or 0 and 1 [n,
                 num_labels] for several labels at once; ``config.problem_type`` says which, else the first labels seen
-            past_key_values: the states to go on from
+            cache: the states to go on from
             use_cache: return the final states
             output_hidden_states: also return the embeddings and the output of each layer
 
@@ -110,7 +111,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         """
         sequences, outputs = self.run_backbone(
             inputs,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=bool(use_cache),
             output_hidden_states=output_hidden_states,
         )
@@ -125,10 +126,11 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
                     found=f"shape {list(labels.shape)}",
                 )
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutputWithPast(
+        return with_cache(
+            SequenceClassifierOutputWithPast,
+            getattr(outputs, CACHE),
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=sequences.unflatten_states(outputs.hidden_states),
         )
 
@@ -152,7 +154,7 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         inputs: RaggedInputs,
         *,
         labels: Rows | None = None,
-        past_key_values: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
@@ -161,7 +163,7 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         Args:
             inputs: the keywords of :class:`RaggedInputs`; logits of a ``PackedSequence`` are one too
             labels: [N, L], each under its own token; -100 does not count, nor does padding
-            past_key_values: the states to go on from
+            cache: the states to go on from
             output_hidden_states: also return the embeddings and the output of each layer
 
         ``batch.to_flattened()`` blanks each sequence's first label, for losses that shift: give
@@ -170,7 +172,7 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         """
         sequences, outputs = self.run_backbone(
             inputs,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=False,
             output_hidden_states=output_hidden_states,
         )

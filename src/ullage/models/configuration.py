@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PretrainedConfig
 
+from ullage.attention.releases import CACHE
 from ullage.core.errors import InputError, require_one_of
 from ullage.models.cells import cell_class
 
@@ -55,7 +56,7 @@ class RecurrentConfig(StrictConfig):
     """
 
     model_type = "ullage_recurrent"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
 
     cell: str = "lstm"
     vocab_size: int = 384

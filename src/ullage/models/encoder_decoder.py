@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from transformers.modeling_outputs import BaseModelOutputWithPast, Seq2SeqLMOutput
 
+from ullage.attention.releases import CACHE, with_cache
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError, require_one_of
@@ -162,7 +163,7 @@ class RecurrentEncoderDecoderConfig(StrictConfig):
 
     model_type = "ullage_recurrent_encoder_decoder"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values",
+        CACHE,
         "encoder_last_hidden_state",
         "cross_attentions",
     ]
@@ -345,7 +346,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         decoder_attention_mask: Tensor | None = None,
         decoder_input_lengths: Lengths | None = None,
         decoder_cu_seq_lens_q: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         **kwargs: Any,
@@ -361,7 +362,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             decoder_attention_mask: [n, L], not zero on the tokens of the targets
             decoder_input_lengths: n lengths of the targets in tokens
             decoder_cu_seq_lens_q: [n + 1], where targets begin that lie end to end in one row [1, T]
-            past_key_values: the decoder's states to go on from
+            cache: the decoder's states to go on from
             use_cache: return the decoder's final states; by default where the model generates
             output_attentions: return ``cross_attentions``, one tensor [n, 1, longest target, longest source], tokens of
                 each pair first
@@ -381,7 +382,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         self._require_labels(targets)
         # Sources, encoded here or before.
         if encoder_outputs is None:
-            memory = self._encode(inputs, past_key_values)
+            memory = self._encode(inputs, cache)
         else:
             memory = _given_memory(encoder_outputs, inputs.attention_mask)
         num_sources = memory.hidden.shape[0] if memory.sequences is None else memory.sequences.num_sequences
@@ -396,7 +397,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         # The decoder over all target tokens, from the bridged state or from the one to go on from.
         decoded = self.decoder(
             input_ids=targets.ids[None],
-            past_key_values=self._first_state(memory) if past_key_values is None else past_key_values,
+            cache=self._first_state(memory) if cache is None else cache,
             use_cache=use_cache,
             sequences=targets.sequences,
         )
@@ -405,9 +406,9 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         contexts, attentions = self._attend(hidden, targets.sequences, memory, bool(output_attentions))
         combined = self.dropout(torch.tanh(self.combine(torch.cat([contexts, hidden], -1))))
         logits = self.lm_head(combined)
-        state = decoded.past_key_values
+        state = getattr(decoded, CACHE)
         if state is not None:
-            state.remember(past_key_values, decoder_input_ids)
+            state.remember(cache, decoder_input_ids)
         loss = None
         if targets.labels is not None:
             loss = self.loss_function(
@@ -417,10 +418,11 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
                 vocab_size=logits.shape[-1],
                 **kwargs,
             )
-        return Seq2SeqLMOutput(
+        return with_cache(
+            Seq2SeqLMOutput,
+            state,
             loss=loss,
             logits=cast(Any, targets.sequences.unflatten(logits)),
-            past_key_values=state,
             cross_attentions=cast(Any, attentions),
         )
 
@@ -435,13 +437,13 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         given = inputs.read_for_backbone()
         # The encoder's final state is needed only where the decoder starts from it.
         outputs = self.encoder(**given, use_cache=past is None)
-        return _Memory(outputs.last_hidden_state[0], given["sequences"], outputs.past_key_values)
+        return _Memory(outputs.last_hidden_state[0], given["sequences"], getattr(outputs, CACHE))
 
     def _first_state(self, memory: _Memory) -> RecurrentState:
         if memory.state is None:
             raise InputError(
                 "encoder_outputs hold no final states for the decoder to start from",
-                expected="past_key_values in them",
+                expected=f"{CACHE} in them",
                 hint="call the encoder with use_cache=True",
             )
         return RecurrentState(self.bridge(memory.state.layers))
@@ -482,21 +484,22 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
             rows = {name: tensor.to(self.device) for name, tensor in rows.items()}
             given = self.encoder(**rows, attention_mask=kwargs.get("attention_mask"), use_cache=True)
         encoded = _given_memory(given, kwargs.get("attention_mask"))
-        kwargs["encoder_outputs"] = RecurrentEncoderOutput(
+        kwargs["encoder_outputs"] = with_cache(
+            RecurrentEncoderOutput,
+            cast(Any, encoded.state),
             last_hidden_state=cast(Any, encoded.hidden),
-            past_key_values=cast(Any, encoded.state),
             attention_keys=self.attention.key(encoded.hidden),
         )
         prompts = kwargs.get("decoder_input_ids")
-        state = kwargs.get("past_key_values")
+        state = kwargs.get("cache")
         if state is not None:
             if prompts is None or not begins_with(prompts, state):
                 raise InputError(
                     "decoder_input_ids do not begin with what the state has seen",
-                    where="past_key_values",
+                    where="cache",
                     hint="give the rows that generate() returned beside the state that it returned",
                 )
-            kwargs |= {"past_key_values": state.copy(), "decoder_attention_mask": torch.ones_like(prompts)}
+            kwargs |= {"cache": state.copy(), "decoder_attention_mask": torch.ones_like(prompts)}
         elif prompts is not None:
             kwargs |= self._start_targets(prompts, kwargs)
         return kwargs
@@ -524,7 +527,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
 
 def _given_memory(outputs: Any, mask: Tensor | None) -> _Memory:
     hidden = outputs["last_hidden_state"] if isinstance(outputs, dict) else outputs[0]
-    state = outputs.get("past_key_values") if isinstance(outputs, dict) else None
+    state = outputs.get(CACHE) if isinstance(outputs, dict) else None
     keys = outputs.get("attention_keys") if isinstance(outputs, dict) else None
     if mask is not None and mask.shape != hidden.shape[:2]:
         raise InputError(

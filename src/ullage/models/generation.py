@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import ALL_CACHE_NAMES
 
+from ullage.attention.releases import CACHE, named_cache
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
@@ -33,8 +33,6 @@ else:
 
 #: Keywords that describe where prompts lie; padded rows and their mask take their place.
 _LAYOUT_NAMES = ("input_lengths", *LENGTH_NAMES, "position_ids")
-#: The keyword under which transformers' loops hold the state: "cache" since 5.24.
-_CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
@@ -50,7 +48,7 @@ class RecurrentGenerationMixin(_Base):
                 ``attention_mask`` (padding on either side) or with ``input_lengths``, a list of prompts, a
                 ``PackedSequence``, a ``RaggedBatch``, or ``**batch.to_flattened()``
             args: further positional arguments of transformers' ``generate``
-            kwargs: its keywords. ``past_key_values`` is a state to go on from: the prompts are then what follows it,
+            kwargs: its keywords. ``cache`` is a state to go on from: the prompts are then what follows it,
                 unless they begin with what it has seen, as the rows that ``generate`` returns do
 
         Returns what transformers returns; a decoder's rows have their padding on the left. Raises ``InputError`` for
@@ -58,12 +56,12 @@ class RecurrentGenerationMixin(_Base):
         """
         name = "inputs_embeds" if kwargs.get("inputs_embeds") is not None else "input_ids"
         given = kwargs.pop(name, None) if inputs is None else inputs
-        _rename(kwargs, _CACHE, "past_key_values")
+        named_cache(kwargs)
         if given is not None:
             kwargs = self._lay_out(name, given, kwargs)
         if self.config.is_encoder_decoder:
             kwargs = self._encode_sources(kwargs)
-        _rename(kwargs, "past_key_values", _CACHE)
+        named_cache(kwargs, CACHE)
         return super().generate(None, *args, **kwargs)  # pyright: ignore
 
     def _lay_out(self, name: str, given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +85,15 @@ class RecurrentGenerationMixin(_Base):
         # With a state, rows are either the whole text, which is cut by transformers, or only what follows it.
         side = "right" if self.config.is_encoder_decoder else "left"
         rows, mask = kwargs[name], kwargs.get("attention_mask")
-        state = None if self.config.is_encoder_decoder else kwargs.get("past_key_values")
+        state = None if self.config.is_encoder_decoder else kwargs.get("cache")
         # A mask that is longer than the rows covers the past too, so the rows are only what follows it.
         only_new = state is not None and mask is not None and mask.shape[1] > rows.shape[1]
         if state is not None and not only_new and begins_with(rows, state):
-            kwargs["past_key_values"] = state.copy()
+            kwargs["cache"] = state.copy()
             kwargs.setdefault("attention_mask", torch.ones_like(rows))
             return kwargs
         if state is not None:
-            kwargs["past_key_values"] = state.without_past()
+            kwargs["cache"] = state.without_past()
         # Rows without a description may still be padded; rows without padding are taken as they are.
         described = {key: kwargs.pop(key, None) for key in _LAYOUT_NAMES}
         if mask is None and described["input_lengths"] is None and described["cu_seq_lens_q"] is None:
@@ -115,7 +113,7 @@ class RecurrentGenerationMixin(_Base):
         if state is not None and len(state.layers[0][0]) != batch.layout.num_items:
             raise InputError(
                 "the state is of another batch",
-                where="past_key_values",
+                where="cache",
                 expected=f"{batch.layout.num_items} sequences",
                 found=len(state.layers[0][0]),
             )
@@ -167,7 +165,7 @@ class RecurrentGenerationMixin(_Base):
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # pyright: ignore
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        _rename(model_kwargs, _CACHE, "past_key_values")  # as ``forward`` calls it; transformers passes a copy
+        named_cache(model_kwargs)  # as ``forward`` calls it; transformers passes a copy
         super()._validate_model_kwargs(model_kwargs)  # pyright: ignore
 
     def _expand_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,11 +177,11 @@ class RecurrentGenerationMixin(_Base):
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Repeat each prompt ``expand_size`` times, and each state of one; otherwise as transformers."""
         encoded = model_kwargs.get("encoder_outputs") or {}
-        for holder, name in ((model_kwargs, _CACHE), (encoded, "past_key_values")):
+        for holder in (model_kwargs, encoded):
             # transformers repeats tensors among the keywords, and leaves a state as it is.
-            state = holder.get(name)
+            state = holder.get(CACHE)
             if isinstance(state, RecurrentState) and expand_size > 1:
-                holder[name] = repeated = state.copy()
+                holder[CACHE] = repeated = state.copy()
                 repeated.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(  # pyright: ignore
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
@@ -207,12 +205,12 @@ class RecurrentGenerationMixin(_Base):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        _rename(inputs, _CACHE, "past_key_values")
+        named_cache(inputs)
         # transformers derives positions from the mask; this model would read them as a description of where sequences
         # begin.
         for name in ("position_ids", "decoder_position_ids"):
             inputs.pop(name, None)
-        if inputs.get("past_key_values") is not None and not is_first_iteration:
+        if inputs.get("cache") is not None and not is_first_iteration:
             inputs.pop("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask", None)
         return inputs
 
@@ -221,14 +219,9 @@ class RecurrentGenerationMixin(_Base):
     ):
         """The keywords of the next call, with the state that this one gave."""
         updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)  # pyright: ignore
-        if outputs.get("past_key_values") is not None:
-            updated[_CACHE] = outputs["past_key_values"]
+        if outputs.get(CACHE) is not None:
+            updated[CACHE] = outputs[CACHE]
         return updated
-
-
-def _rename(keywords: dict[str, Any], old: str, new: str) -> None:
-    if old != new and old in keywords:
-        keywords[new] = keywords.pop(old)
 
 
 def begins_with(rows: Tensor, state: RecurrentState) -> bool:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ullage.attention.releases import with_cache
 from ullage.core.errors import InputError
 from ullage.models.cells import Cell, State, cell_class
 from ullage.models.configuration import RecurrentConfig
@@ -110,7 +111,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         self,
         inputs: RaggedInputs,
         *,
-        past_key_values: RecurrentState | None = None,
+        cache: RecurrentState | None = None,
         use_cache: bool | None = None,
         sequences: Sequences | None = None,
         output_hidden_states: bool | None = None,
@@ -120,7 +121,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
         Args:
             inputs: the keywords of :class:`RaggedInputs`; hidden states of a ``PackedSequence`` are one too
-            past_key_values: the states to go on from
+            cache: the states to go on from
             use_cache: return the final states; by default outside of training, if the configuration says so
             sequences: what ``inputs`` describe, read before; then rows [1, T] hold nothing but tokens end to end
             output_hidden_states: also return the embeddings and the output of each layer
@@ -146,7 +147,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         else:
             values = schedule.place(flat)
         # Layer by layer, each from its own state and to its own final state.
-        states = self._given_states(past_key_values, sequences)
+        states = self._given_states(cache, sequences)
         final: list[LayerState] = []
         steps = [values] if output_hidden_states else []
         for layer, state in zip(self.layers, states, strict=True):
@@ -162,10 +163,11 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
         every = (*(returned(schedule.take(step)) for step in steps[:-1]), returned(hidden)) if steps else None
         # In columns of the rows, padding included, as transformers' caches count.
-        seen = sequences.shape[1] + (past_key_values.seen if past_key_values is not None else 0)
-        return BaseModelOutputWithPast(
+        seen = sequences.shape[1] + (cache.seen if cache is not None else 0)
+        return with_cache(
+            BaseModelOutputWithPast,
+            cast(Any, RecurrentState(tuple(final), seen) if keep_state else None),
             last_hidden_state=returned(hidden),
-            past_key_values=cast(Any, RecurrentState(tuple(final), seen) if keep_state else None),
             hidden_states=every,
         )
 
@@ -178,7 +180,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if len(past.layers) != len(self.layers) or any(len(layer) != parts for layer in past.layers):
             raise InputError(
                 "the state is of another model",
-                where="past_key_values",
+                where="cache",
                 expected=f"{len(self.layers)} layers of {parts} tensors",
                 found=f"{len(past.layers)} of {len(past.layers[0]) if past.layers else 0}",
             )
@@ -187,7 +189,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
                 if state.shape != expected:
                     raise InputError(
                         "the state is of another batch",
-                        where=f"past_key_values, layer {number}",
+                        where=f"cache, layer {number}",
                         expected=f"[{expected[0]} sequences, {expected[1]}]",
                         found=list(state.shape),
                     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ullage.attention.releases import named_cache
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
@@ -344,7 +345,8 @@ def takes_ragged_inputs(forward: Callable[Concatenate[Any, RaggedInputs, ...], O
 
     The keywords stand in the signature beside those of ``forward``: by it transformers' Trainer and ``generate()``,
     PEFT and :mod:`ullage.attention` find out what a model takes. The other keywords of ``batch.to_flattened()`` are
-    taken too, and nothing is made of them: a recurrent model needs no ``cu_seq_lens_k`` and no ``max_length``.
+    taken too, and nothing is made of them: a recurrent model needs no ``cu_seq_lens_k`` and no ``max_length``. A cache
+    may have either of its names.
     """
 
     @functools.wraps(forward, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -361,6 +363,7 @@ def takes_ragged_inputs(forward: Callable[Concatenate[Any, RaggedInputs, ...], O
         inputs_embeds: Rows | None = None,
         **others: Any,
     ) -> Output:
+        named_cache(others)
         inputs = RaggedInputs(input_ids, attention_mask, position_ids, input_lengths, cu_seq_lens_q, inputs_embeds)
         return forward(self, inputs, **others)
 

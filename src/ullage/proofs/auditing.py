@@ -131,7 +131,7 @@ def audit(
             report.way = str(way_of(bare(model)))
         elif pack:
             try:
-                handle = _pack(model, samples)
+                handle = pack_as_a_run(samples)
             except InputError as error:
                 report.verdict = "competes" if isinstance(error, CompetingSequences) else "refused"
                 report.reason = str(error)
@@ -175,8 +175,9 @@ def audit_type(kind: str, model_type: str, *, seed: int = 0) -> Audit:
     return report
 
 
-def _pack(model: nn.Module, samples: Samples) -> PackedModel:
-    """Pack a model in the way in which a run would: where what it is made of does not tell, ways are tried."""
+def pack_as_a_run(samples: Samples) -> PackedModel:
+    """Pack the model of ``samples`` as a run would: where what it is made of does not tell, ways are tried."""
+    model = samples.model
     if ways_of(bare(model)).is_certain:
         return pack_model(model)
     try:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
+from ullage.attention.releases import CACHE_NAMES
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, LENGTHS_NAMES
 from ullage.core.errors import InputError
@@ -201,7 +202,7 @@ class Predictor:
         keywords = trainer._prepare_inputs(inputs)
         if ignore_keys is None:
             config = getattr(bare(model), "config", None)
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+            ignore_keys = [*getattr(config, "keys_to_ignore_at_inference", ()), *CACHE_NAMES]
             if self.by_sample and isinstance(inputs, RaggedBatch):
                 ignore_keys += _OF_ENCODERS
         labels: Any = () if without_labels else None  # as transformers says that there are metrics to compute

@@ -36,6 +36,7 @@ from ullage.core.replacing import replaced
 from ullage.training.batches.collators import AloneCollator
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.loss.divisions import READ_DIVISIONS, Division, nearest_in, shares
+from ullage.training.setup.releases import recomputed
 from ullage.training.step.call_metrics import RULES, Difference, Rule
 from ullage.training.step.padded_loss import PaddedLoss
 
@@ -166,8 +167,7 @@ class UnpairedLoss(PaddedLoss):
 
         trainer = self._trainer
         with contextlib.ExitStack() as stack:
-            kwargs = trainer.args.gradient_checkpointing_kwargs
-            stack.enter_context(disable_gradient_checkpointing(trainer.model, kwargs))
+            stack.enter_context(disable_gradient_checkpointing(trainer.model, recomputed(trainer.args) or None))
             if trainer.ref_model is not None:
                 yield trainer.ref_model
                 return

@@ -19,6 +19,7 @@ from ullage.core.errors import InputError, UsageError, listed
 from ullage.core.extras import needed_by
 from ullage.models.adapters import lora_targets
 from ullage.models.cells import Cell
+from ullage.training.setup.releases import recomputed
 
 #: The config of an adapter, by which its folder is told from a model's.
 ADAPTER = "adapter_config.json"
@@ -101,7 +102,7 @@ def adapted(
     own = made.peft_config["default"]
     own.base_model_name_or_path = repository or str(folder.resolve())
     own.revision = commit or None
-    if command.training.gradient_checkpointing:
+    if recomputed(command.training) is not None:
         made.enable_input_require_grads()
     targets = sorted({name.rpartition(".")[2] for name in getattr(made.base_model, "targeted_module_names", [])})
     targets += sorted({name.rpartition(".")[2] for name in getattr(made.base_model, "targeted_parameter_names", [])})

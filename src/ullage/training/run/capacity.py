@@ -37,6 +37,7 @@ from ullage.training.batches.reading import BatchReader
 from ullage.training.run.beginning import collated
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.device_memory import DeviceMemory
+from ullage.training.setup.releases import recomputed
 from ullage.training.step.packing import Packer
 from ullage.training.step.verifying import within_engine
 
@@ -69,7 +70,7 @@ class CapacityFinder:
         args, options = self._trainer.args, self._packer.options
         if options is None or not options.is_open:
             return
-        kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+        kwargs = recomputed(args) or {}
         problem = "FSDP" if self._trainer.is_fsdp_enabled else None
         problem = "a loss over pairs or rollouts" if self._packer.padded_loss is not None else problem
         problem = "use_reentrant=True, which gives no gradients to ask for" if kwargs.get("use_reentrant") else problem
@@ -133,7 +134,7 @@ class CapacityFinder:
                 where="TrainingArguments.packing_capacity='auto'",
                 expected=f"room for the longest sequence, {needed:,} tokens" if needed else "room for 64 tokens",
                 found=f"{memory_size(room)} free beside weights, gradients and the optimizer's state; measured: {runs}",
-                hint="shorten sequences (packing_oversize), raise packing_memory, or take gradient_checkpointing",
+                hint="shorten sequences (packing_oversize), raise packing_memory, or take activation_checkpointing",
             )
         if self._trainer.is_world_process_zero():
             logger.warning(

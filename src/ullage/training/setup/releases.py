@@ -7,6 +7,7 @@ since  what came
 5.10   a causal model's labels are counted without the first of each sequence; ours always were
 5.15   ``LabelSmoother`` takes ``num_items_in_batch``; ``TrainingArguments.dataloader_multiprocessing_context``
 5.19   ``Trainer.loss_is_scaled_for_ga``; the mean loss of a resumed run is over the steps of this call
+5.23   ``TrainingArguments.activation_checkpointing``, which was ``gradient_checkpointing``
 =====  ==============================================================================================================
 
 Source: ``trainer.py``, ``trainer_pt_utils.py`` and ``training_args.py`` of each of these and of the release before it.
@@ -103,6 +104,12 @@ def smoothed_loss(
 def counts_own_steps() -> bool:
     """Whether the mean training loss of a run that was resumed is over the steps since then, not over all of them."""
     return _SCALES  # both came with 5.19
+
+
+def recomputed(arguments: transformers.TrainingArguments) -> dict[str, Any] | None:
+    """Keywords of the checkpointing of activations; None where these are kept, not computed again."""
+    name = "activation_checkpointing" if hasattr(arguments, "activation_checkpointing") else "gradient_checkpointing"
+    return (getattr(arguments, f"{name}_kwargs") or {}) if getattr(arguments, name) else None
 
 
 def worker_start(arguments: transformers.TrainingArguments) -> str | None:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
+from ullage.attention.releases import CACHE_NAMES
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import is_media
 from ullage.core.errors import InputError
@@ -93,7 +94,7 @@ class _RowsForward:
         ids, mask = keywords.get("input_ids"), keywords.get("attention_mask")
         if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != ids.shape:
             return False
-        if any(keywords.get(name) is not None for name in ("past_key_values", "cache", "cu_seq_lens_q")):
+        if any(keywords.get(name) is not None for name in (*CACHE_NAMES, "cu_seq_lens_q")):
             return False
         return bool(keywords.get(_FUSED)) or (self._by_sequence and keywords.get("labels") is None)
 
