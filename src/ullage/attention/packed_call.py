@@ -44,11 +44,8 @@ from ullage.core.errors import InputError
 
 
 #: The code of the functions that these make: of them a compiled graph can ask for the code, but not for the name.
-_CHUNKED, _EITHER = (
-    # Not of the generator with which a union looks at what it is given.
-    next(each for each in maker.__code__.co_consts if isinstance(each, CodeType) and each.co_name[0] != "<")
-    for maker in (chunked_overlay, or_masks)
-)
+_CHUNKED: CodeType = chunked_overlay(1, torch.zeros(1, dtype=torch.long, device="cpu")).__code__
+_EITHER: CodeType = or_masks(bidirectional_mask_function, bidirectional_mask_function).__code__
 
 
 class _NoHook(InputError, AttributeError):
