@@ -158,6 +158,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
     ``CheckpointError`` for a parameter whose state the checkpoint lacks.
     """
     plan, state, lacking = RangePlan(problems=list(content.problems)), {}, []
+    own = getattr(optimizer, "optimizer", optimizer)  # within accelerate's
     by_identity = {id(held.target): held for held in _held_whole(model)}
     # A state dict of an optimizer goes by position.
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -181,9 +182,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, con
         ):
             lacking.append(held.names[0])
         group = None if weight is None else weight.group
-        step = None if group is None else _step_for(content.inventory.steps.get(group), None, optimizer)
-        kept = {} if group is None else _numbers_for(content.numbers.get(group, {}), optimizer)
-        state[index] = {**({} if step is None else {"step": step}), **_named_for(mine, optimizer), **kept}
+        step = None if group is None else _step_for(content.inventory.steps.get(group), None, own)
+        kept = {} if group is None else _numbers_for(content.numbers.get(group, {}), own)
+        state[index] = {**({} if step is None else {"step": step}), **_named_for(mine, own), **kept}
     _require_fit(plan, content, "the checkpoint does not fit the model")
     # An optimizer without state, such as SGD without momentum, saves nothing, and nothing is absent then.
     if lacking and any(state.values()):
