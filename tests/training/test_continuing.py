@@ -173,23 +173,31 @@ def test_the_trainer_gets_its_own_loader_back(tmp_path: Path) -> None:
     assert module.deepspeed_load_checkpoint is original
 
 
+def saved_as(format: str, folder: Path, trained: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """The folder of a plain Trainer's checkpoint, or what it was converted to."""
+    source = folder / "checkpoint-2"
+    source.mkdir()
+    save_file(trained.state_dict(), source / "model.safetensors")
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    if format == "trainer":
+        return source
+    checkpoint.convert(source, folder / format, format=format)
+    return folder / format
+
+
 @pytest.mark.parametrize("format", ["trainer", "dcp"])
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor])
 def test_numbers_and_sums_of_the_state_arrive(tmp_path, format, kind):
-    trained, source = model(), tmp_path / "checkpoint-2"
+    trained = model()
     optimizer = kind(trained.named_parameters())
     for _ in range(2):
         trained["last"](trained["first"](torch.ones(1, 3))).sum().backward()  # type: ignore[operator]
         optimizer.step()
-    source.mkdir()
-    save_file(trained.state_dict(), source / "model.safetensors")
-    torch.save(optimizer.state_dict(), source / "optimizer.pt")
-    if format != "trainer":
-        checkpoint.convert(source, tmp_path / format, format=format)
+    source = saved_as(format, tmp_path, trained, optimizer)
     ours = model()
     found = kind(ours.parameters())
     prepared = Accelerator().prepare_optimizer(found)  # as a Trainer hands it over
-    load_optimizer(prepared, ours, shared_content(source if format == "trainer" else tmp_path / format))
+    load_optimizer(prepared, ours, shared_content(source))
     for name, parameter in ours.named_parameters():
         expected, held = optimizer.state[dict(trained.named_parameters())[name]], found.state[parameter]
         assert expected.keys() == held.keys()
@@ -198,17 +206,12 @@ def test_numbers_and_sums_of_the_state_arrive(tmp_path, format, kind):
 
 @pytest.mark.parametrize("format", ["trainer", "universal", "dcp"])
 def test_what_was_never_stepped_starts_from_nothing_and_what_lost_its_state_is_refused(tmp_path, format, caplog):
-    trained, source = model(), tmp_path / "checkpoint-2"
+    trained = model()
     optimizer = torch.optim.AdamW(trained.named_parameters())
     for _ in range(2):
         trained["first"](torch.ones(1, 3)).sum().backward()  # type: ignore[operator]
         optimizer.step()
-    source.mkdir()
-    save_file(trained.state_dict(), source / "model.safetensors")
-    torch.save(optimizer.state_dict(), source / "optimizer.pt")
-    if format != "trainer":
-        checkpoint.convert(source, tmp_path / format, format=format)
-        source = tmp_path / format
+    source = saved_as(format, tmp_path, trained, optimizer)
     ours = model()
     found = torch.optim.AdamW(ours.parameters())
     with caplog.at_level("WARNING"):
