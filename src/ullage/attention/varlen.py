@@ -156,6 +156,8 @@ def flex_attention(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         score_mod=None if softcap is None else _bending(softcap),
+        # Not torch's kernel for fewer than 128 queries, which has no block for more than that times heads in a group.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         **({} if sinks is None else get_flex_attention_lse_kwargs(True)),
     )
     if sinks is None:
@@ -176,8 +178,13 @@ def _allow_kernels() -> None:
 
 @lru_cache(maxsize=8)
 def _bending(softcap: float) -> Callable[..., Tensor]:
-    """The change of a score by a soft cap; the same function each time, which is compiled once."""
-    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
+    """The change of a score by a soft cap; the same function each time, which is compiled once.
+
+    The cap is a constant of its code: a float beside it would be one kernel's argument from the second cap on, of which
+    torch makes no kernel on a CPU.
+    """
+    cap = float(softcap)
+    return eval(f"lambda score, batch, head, query, key: {cap!r} * torch.tanh(score / {cap!r})", {"torch": torch})
 
 
 #: Tokens in a block of flex attention, which looks up for each pair of blocks whether any tokens see each other.
