@@ -1,7 +1,7 @@
-"""A Llama of 1.2 billion parameters with random weights: whole optimizer steps, padded, packed by TRL, and by us.
+"""A Llama of 1.2 billion parameters with random weights: whole optimizer steps, padded, packed by others, and by us.
 
-Every way trains the same weights for one epoch over the same sequences, with about as many real tokens per step, in
-bfloat16 with torch's AdamW and without gradient checkpointing. Padded and TRL's steps are accumulated from microbatches
+Every way trains the same weights for one epoch over the same sequences, with about as many real tokens per step, with
+torch's AdamW and without gradient checkpointing: weights in bfloat16, then in float32 under autocast. Padded and TRL's steps are accumulated from microbatches
 as large as ours. The first steps are left out, real tokens are counted by each trainer. Before that the logits of each
 attention are compared with those of the sequences alone.
 """
@@ -12,7 +12,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from benchmarks.gpu.measuring import (
 )
 
 PADDED, OURS = "transformers, padded, SDPA", "ullage"
+FLATTENED = "transformers, DataCollatorWithFlattening, SDPA"
 TRL_FLASH, TRL_SDPA = "TRL packing (bfd), flash attention", "TRL packing (bfd), SDPA"
 #: Steps at the beginning that are not counted.
 _WARM_UPS = 2
@@ -62,21 +63,27 @@ SMALL = Sizes(
 )  # fmt: skip
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
+def run(setting: Setting) -> Iterator[dict[str, Any]]:
     require("transformers", "accelerate", "numba")
     import transformers
 
     import ullage.attention  # noqa: F401  registers attn_implementation="ullage"
 
     transformers.logging.set_verbosity_error()
+    yield _table(setting, torch.float32 if setting.is_rehearsal else torch.bfloat16, tuple(WAYS))
+    yield _table(setting, torch.float32, (PADDED, FLATTENED, OURS), autocast=True)
+
+
+def _table(setting: Setting, dtype: torch.dtype, ways: tuple[str, ...], *, autocast: bool = False) -> dict[str, Any]:
+    """``autocast``: products in bfloat16, whatever the weights are."""
     sizes = SMALL if setting.small else LARGE
     lengths = setting.lengths(sizes.steps * sizes.batch, sizes.longest)
-    dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
-    errors, control = _errors(setting, sizes, lengths, dtype)
-    tolerance = allowed(DEEP[dtype], control)
+    with torch.autocast(setting.device.type, torch.bfloat16, enabled=autocast):
+        errors, control = _errors(setting, sizes, lengths, dtype)
+    tolerance = allowed(DEEP[torch.bfloat16 if autocast else dtype], control)
     found: dict[str, dict[str, Any]] = {}
-    for way, (attention, _) in WAYS.items():
-        found[way] = dict(errors[attention])
+    for way in ways:
+        found[way] = dict(errors[WAYS[way][0]])
         if found[way].get("differs_by", 0.0) > tolerance:
             found[way]["failed"] = "differs from the sequences alone"
     kept = [way for way, line in found.items() if "failed" not in line and "left_out" not in line]
@@ -93,11 +100,12 @@ def run(setting: Setting) -> list[dict[str, Any]]:
         found[way] |= {**each[-1], "tokens_per_second": statistics.median(speeds), "all_tokens_per_second": speeds}
     model = _model(sizes, torch.device("meta"), dtype, "sdpa")
     parameters = sum(p.numel() for p in model.parameters())
-    table = {"title": f"Training a Llama of {parameters:,} parameters, {str(dtype)[6:]}"}
+    precision = f"{str(dtype)[6:]}, autocast to bfloat16" if autocast else str(dtype)[6:]
+    table = {"title": f"Training a Llama of {parameters:,} parameters, {precision}"}
     table |= asdict(work_of(model, int(lengths.sum())))
     table |= {"num_tokens": int(lengths.sum()), "padded_over_real": padded_over_real(lengths)}
     table["tolerance"] = tolerance
-    return [{**table, "mixed_up_differs_by": control, "ways": found}]
+    return {**table, "mixed_up_differs_by": control, "ways": found}
 
 
 def _model(sizes: Sizes, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
@@ -257,6 +265,18 @@ def _padded(setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dt
     return Trainer(model, arguments, train_dataset=data, data_collator=pad)  # pyright: ignore
 
 
+def _flattened(setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dtype, folder: str, common: Any) -> Any:
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    # As many sequences a row as fill a microbatch of ours in the mean; what they hold is what the row is long.
+    rows = max(1, round(sizes.capacity / float(lengths.mean())))
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=rows, gradient_accumulation_steps=-(-sizes.batch // rows), **common
+    )
+    model, data = _model(sizes, setting.device, dtype, "sdpa"), _samples(sizes, lengths)
+    return Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorWithFlattening())  # pyright: ignore
+
+
 def _ours(setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dtype, folder: str, common: Any) -> Any:
     from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
@@ -297,6 +317,7 @@ def _trl(attention: Callable[[], str]) -> Callable[..., Any]:
 #: By way, the attention whose logits are compared, and what makes its trainer.
 WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
     PADDED: ("padded", _padded),
+    FLATTENED: ("sdpa", _flattened),
     TRL_SDPA: ("sdpa", _trl(lambda: "sdpa")),
     TRL_FLASH: ("flash", _trl(_flash)),
     OURS: ("ullage", _ours),
