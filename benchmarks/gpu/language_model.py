@@ -1,9 +1,9 @@
 """A Llama of 1.2 billion parameters with random weights: whole optimizer steps, padded, packed by others, and by us.
 
 Every way trains the same weights for one epoch over the same sequences, with about as many real tokens per step, with
-torch's AdamW and without gradient checkpointing: weights in bfloat16, then in float32 under autocast. Padded and TRL's steps are accumulated from microbatches
-as large as ours. The first steps are left out, real tokens are counted by each trainer. Before that the logits of each
-attention are compared with those of the sequences alone.
+torch's AdamW and without gradient checkpointing: weights in bfloat16, then in float32 under autocast. Padded, flattened
+and TRL's steps are accumulated from microbatches as large as ours. The first steps are left out, real tokens are
+counted by each trainer. Before that the logits of each attention are compared with those of the sequences alone.
 """
 
 from __future__ import annotations
@@ -265,7 +265,9 @@ def _padded(setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dt
     return Trainer(model, arguments, train_dataset=data, data_collator=pad)  # pyright: ignore
 
 
-def _flattened(setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dtype, folder: str, common: Any) -> Any:
+def _flattened(
+    setting: Setting, sizes: Sizes, lengths: np.ndarray, dtype: torch.dtype, folder: str, common: Any
+) -> Any:
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     # As many sequences a row as fill a microbatch of ours in the mean; what they hold is what the row is long.

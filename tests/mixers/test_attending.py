@@ -114,7 +114,7 @@ def quiet(model):
 #: than the sequences, attention both ways.
 ONE_ROW = {
     "bart": "causal", "bloom": "causal", "deepseek_v32": "causal", "falcon": "causal", "gpt_neo": "causal",
-    "gptj": "causal", "inkling_text": "causal", "megatron-bert": "masked", "mpt": "causal", "openai-gpt": "causal",
+    "inkling_text": "causal", "inkling2_text": "causal", "megatron-bert": "masked", "mpt": "causal", "openai-gpt": "causal",
     "roformer": "masked", "stablelm": "causal", "xglm": "causal",
 }  # fmt: skip
 #: One-token sequences among them, and together more tokens than the tables of positions have.

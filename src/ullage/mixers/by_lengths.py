@@ -300,6 +300,9 @@ def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list
     # The same for all heads, [1, 1, T, ...].
     if value.ndim == 4 and tuple(value.shape[:3]) == (1, 1, calls.num_slots):
         return [part[:, None] for part in calls.cut(value[0, 0])]
+    # Distances between tokens, [T, T], alike for all pairs that are as far apart: each sequence's are the first ones.
+    if tuple(value.shape) == (calls.num_slots, calls.num_slots) and torch.equal(value[1:, 1:], value[:-1, :-1]):
+        return [value[:width, :width] for width in calls.widths]
     if value.shape[0] == groups.num_sequences:
         return groups.select(value)
     if value.ndim == 1 and value.shape[0] == calls.num_slots:

@@ -1,0 +1,155 @@
+"""The quick tests on other releases of PyTorch, and on another Python.
+
+Each environment is made under ``build/environments`` and keeps what was compiled for it apart. A release of PyTorch
+goes over the packages that are there; another Python gets the packages that it can have. Whatever a test cannot import
+is named. ``docs/compatibility.md`` has the table. Results are kept after each environment.
+
+    python benchmarks/campaigns/environments.py                                  # torch 2.14.1 and 2.15.0
+    python benchmarks/campaigns/environments.py --torch 2.15.0 --python "chroot /forky /usr/bin/python3"
+
+``--python``: a command that runs a Python which sees this folder under the same path. Index settings are pip's own
+(``PIP_CONFIG_FILE``, ``PIP_INDEX_URL``). A chroot of Debian's next release: ``debootstrap --variant=minbase
+--include=python3-venv,python3-dev,git,g++ forky FOLDER``, then this folder, /proc and /dev bound into it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
+#: For another Python, each by itself, so that one that does not install takes no other with it.
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "datasets",
+    "numba",
+    "peft",
+    "trl",
+    "deepspeed",
+    "megatron-core",
+    "ray",
+    "moto[server]",
+    "optuna",
+)
+NEEDED = (
+    "setuptools",
+    "numpy",
+    "jinja2",
+    "psutil",
+    "pyyaml",
+    "rich",
+    "tqdm",
+    "typer",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "pillow",
+    "fsspec",
+    "safetensors",
+)
+LACKS = re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)")
+
+
+def environment(torch: str, python: str) -> tuple[list[str], dict[str, str]]:
+    """The command of an environment's Python, and the packages that could not be installed, with pip's last line."""
+    name = f"torch{torch}" if not python else f"torch{torch}-{re.sub(r'[^a-z0-9.]+', '-', python).strip('-')}"
+    folder, lacking = ROOT / "build" / "environments" / name, {}
+    *prefix, base = shlex.split(python) or [sys.executable]
+    command = [*prefix, str(folder / "bin" / "python")]
+    pip = [*command, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if not (folder / "made").exists():
+        subprocess.run([*prefix, base, "-m", "venv", "--clear", str(folder)], check=True)
+        if not python:
+            packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+            (packages / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([*pip, f"torch=={torch}", *(NEEDED if python else ())], check=True)
+        for package in PACKAGES if python else ():
+            settings = os.environ | {"DS_BUILD_OPS": "0"}
+            done = subprocess.run([*pip, package, f"torch=={torch}"], capture_output=True, text=True, env=settings)
+            if done.returncode:
+                lacking[package] = (done.stderr.strip().splitlines() or [""])[-1][:300]
+        (folder / "made").write_text(json.dumps(lacking))
+    return command, json.loads((folder / "made").read_text())
+
+
+def tested(python: list[str], tests: list[str], jobs: int) -> dict[str, Any]:
+    """What passed, what failed and why, and what is not applicable and why."""
+    folder = Path(python[-1]).parents[1]
+    report, began = folder / "report.xml", time.monotonic()
+    report.unlink(missing_ok=True)
+    settings = {
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "NUMBA_CACHE_DIR": str(folder / "numba"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_BUILD_OPS": "0",
+    }
+    options = ["-q", "-p", "no:cacheprovider", "-n", str(jobs), "--dist", "loadfile", "-m", "not slow and not gpu"]
+    options += ["--continue-on-collection-errors", f"--junitxml={report}"]
+    subprocess.run(
+        [*python, "-m", "pytest", *options, *tests], cwd=ROOT, env=os.environ | settings, stdout=subprocess.DEVNULL
+    )
+    found: dict[str, Any] = {"passed": 0, "failed": {}, "not applicable": {}, "lacks": {}}
+    lacks = Counter[str]()
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+        told = next((part for kind in ("failure", "error", "skipped") if (part := case.find(kind)) is not None), None)
+        if told is None:
+            found["passed"] += 1
+            continue
+        missing = LACKS.search(told.text or "") if told.tag == "error" else None
+        if missing:
+            lacks[missing[1][:120]] += 1
+            found["not applicable"][name] = missing[1][:120]
+        else:
+            said = told.get("message", "").strip().splitlines() or [""]
+            found["not applicable" if told.tag == "skipped" else "failed"][name] = said[0][:300]
+    return {**found, "lacks": dict(lacks), "seconds": round(time.monotonic() - began)}
+
+
+def main(
+    torch: str = "2.14.1,2.15.0",
+    python: str = "",
+    tests: str = "",
+    jobs: int = 2,
+    out: Path = ROOT / "benchmarks" / "results",
+) -> None:
+    """Run, print what failed, and write dated JSON. Exit status 1 if a test fails."""
+    path = out / f"environments_{date.today().isoformat()}.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"campaign": "environments"}
+    failed = 0
+    for each in torch.split(","):
+        command, lacking = environment(each, python)
+        asked = "import sys, torch, transformers as t; print(sys.version.split()[0], torch.__version__, t.__version__)"
+        told = subprocess.run([*command, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+        found = tested(command, tests.split(), jobs)
+        row = {"python": told[0], "torch": told[1], "transformers": told[2], "not installed": lacking, **found}
+        record.setdefault("environments", {})[f"Python {told[0]}, torch {told[1]}"] = row
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        failed += len(found["failed"])
+        print(f"Python {told[0]}, torch {told[1]}: {found['passed']} passed, {len(found['failed'])} failed,")
+        print(f"{len(found['not applicable'])} not applicable, {found['seconds']} s; lacks {found['lacks']}")
+        for name, why in found["failed"].items():
+            print("FAILED", name, why)
+    print(path)
+    raise typer.Exit(int(failed > 0))
+
+
+if __name__ == "__main__":
+    typer.run(main)
