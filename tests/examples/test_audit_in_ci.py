@@ -38,6 +38,5 @@ def test_the_steps_of_the_workflow_audit_a_model_of_the_repository(tmp_path):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     told = json.loads((tmp_path / "audit.json").read_text())
     assert told["verdict"] == "exact"
-    assert told["seconds"] < 60
     assert summary.read_text().startswith("### ullage audit: exact")
     assert "::error" not in done.stderr
