@@ -315,4 +315,4 @@ def test_a_loss_that_is_taken_for_plain_is_the_models_own_with_equal_weights(kin
 
 
 #: Types that take more than tokens, or do not run as they are made.
-OTHER_INPUTS = ("blt", "git", "musicgen", "musicgen_melody", "perceiver", "xlstm")
+OTHER_INPUTS = ("blt", "dory", "git", "musicgen", "musicgen_melody", "perceiver", "xlstm")

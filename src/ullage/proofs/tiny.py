@@ -257,6 +257,8 @@ MISSING: dict[tuple[str, str], str] = {
     ("causal", "gemma4_unified_assistant"): _TARGET,
     ("masked", "mra"): "its attention is a CUDA kernel, and returns zeros on a CPU",
     ("seq2seq", "voxtral_realtime"): "every forward needs audio (input_features)",
+    ("image", "apertus1p5"): "its codebooks of images and sound lie at places of a vocabulary of a hundred thousand",
+    ("image", "hy_v4_vl"): "its rotary positions in three dimensions are of heads of 64 channels",
     ("image", "blip"): _NO_TOKENS,
     ("image", "blip-2"): "every call needs an image, and a row has sequences without one",
     ("image", "chameleon"): "images are tokens of its vocabulary, by a map that its configuration does not have",
