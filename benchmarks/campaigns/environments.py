@@ -61,6 +61,8 @@ NEEDED = (
     "fsspec",
     "safetensors",
 )
+#: pytest in this folder: a chroot begins in its own root.
+PYTEST = "import os, sys; os.chdir(sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 LACKS = re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)")
 
 
@@ -102,12 +104,14 @@ def tested(python: list[str], tests: list[str], jobs: int) -> dict[str, Any]:
     }
     options = ["-q", "-p", "no:cacheprovider", "-n", str(jobs), "--dist", "loadfile", "-m", "not slow and not gpu"]
     options += ["--continue-on-collection-errors", f"--junitxml={report}"]
-    subprocess.run(
-        [*python, "-m", "pytest", *options, *tests], cwd=ROOT, env=os.environ | settings, stdout=subprocess.DEVNULL
-    )
+    command = [*python, "-c", PYTEST, str(ROOT), *options, *tests]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    if not cases:
+        raise SystemExit(f"no test ran: {(done.stdout + done.stderr)[-2000:]}")
     found: dict[str, Any] = {"passed": 0, "failed": {}, "not applicable": {}, "lacks": {}}
     lacks = Counter[str]()
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in cases:
         name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
         told = next((part for kind in ("failure", "error", "skipped") if (part := case.find(kind)) is not None), None)
         if told is None:
