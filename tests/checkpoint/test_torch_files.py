@@ -37,7 +37,7 @@ def savable_dtypes():
 DTYPES = savable_dtypes()
 RECIPE = Recipe(stage=2, dp=2, groups=[{"w": (7, 5)}], frozen={"base": (6, 5)}, buffers={"mean": (5,)})
 #: dtypes that safetensors has no name for, or that its loader does not know
-NOT_IN_SAFETENSORS = {"complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"}
+NOT_IN_SAFETENSORS = {"complex32", "bcomplex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"}
 
 
 def bits(tensor):

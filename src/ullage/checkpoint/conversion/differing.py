@@ -24,7 +24,7 @@ from ullage.core.display import Shown, quantity
 #: The state under which the weights of all formats are compared.
 _WEIGHT = "weight"
 #: Dtypes that numpy has no arithmetic of: their elements are compared, and not subtracted.
-_NO_NUMBERS = ("float8", "float4", "bits", "complex32")
+_NO_NUMBERS = ("float8", "float4", "bits", "complex32", "bcomplex32")
 
 
 @dataclass(frozen=True)

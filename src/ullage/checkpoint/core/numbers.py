@@ -20,13 +20,13 @@ from ullage.core.layout import Int64
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-#: Bytes per element. All that torch 2.13 can save; what it packs below a byte counts per packed byte.
+#: Bytes per element. All that torch 2.15 can save; what it packs below a byte counts per packed byte.
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "uint16": 2, "uint32": 4, "uint64": 8,
-    "complex32": 4, "complex64": 8, "complex128": 16,
+    "complex32": 4, "complex64": 8, "complex128": 16, "bcomplex32": 4,
     "bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
 }  # fmt: skip
 
