@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import tomllib
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -31,36 +32,8 @@ from xml.etree import ElementTree
 import typer
 
 ROOT = Path(__file__).resolve().parents[2]
-#: For another Python, each by itself, so that one that does not install takes no other with it.
-PACKAGES = (
-    "transformers",
-    "accelerate",
-    "datasets",
-    "numba",
-    "peft",
-    "trl",
-    "deepspeed",
-    "megatron-core",
-    "ray",
-    "moto[server]",
-    "optuna",
-)
-NEEDED = (
-    "setuptools",
-    "numpy",
-    "jinja2",
-    "psutil",
-    "pyyaml",
-    "rich",
-    "tqdm",
-    "typer",
-    "pytest",
-    "pytest-xdist",
-    "hypothesis",
-    "pillow",
-    "fsspec",
-    "safetensors",
-)
+#: Beside what this project needs itself. Of the rest each is installed by itself, so that one takes no other with it.
+NEEDED = ("pytest", "pytest-xdist", "hypothesis", "hatchling", "editables", "setuptools")
 #: pytest in this folder: a chroot begins in its own root.
 PYTEST = "import os, sys; os.chdir(sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 LACKS = re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)")
@@ -76,16 +49,34 @@ def environment(torch: str, python: str) -> tuple[list[str], dict[str, str]]:
     if not (folder / "made").exists():
         subprocess.run([*prefix, base, "-m", "venv", "--clear", str(folder)], check=True)
         if not python:
-            packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-            (packages / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([*pip, f"torch=={torch}", *(NEEDED if python else ())], check=True)
-        for package in PACKAGES if python else ():
-            settings = os.environ | {"DS_BUILD_OPS": "0"}
-            done = subprocess.run([*pip, package, f"torch=={torch}"], capture_output=True, text=True, env=settings)
-            if done.returncode:
-                lacking[package] = (done.stderr.strip().splitlines() or [""])[-1][:300]
+            site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+            (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([*pip, f"torch=={torch}"], check=True)
+        if python:
+            lacking = packages(pip, folder)
         (folder / "made").write_text(json.dumps(lacking))
     return command, json.loads((folder / "made").read_text())
+
+
+def packages(pip: list[str], folder: Path) -> dict[str, str]:
+    """This project and its extras as constraints.txt has them, beside the torch that is there; what did not install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for extra in project["optional-dependencies"].values() for each in extra]
+    others = sorted({each for each in extras if not each.startswith("ullage[")} - set(NEEDED))
+    pinned = [each for each in (ROOT / "constraints.txt").read_text().splitlines() if not each.startswith("torch==")]
+    (folder / "constraints.txt").write_text("\n".join(pinned))
+    pip = [*pip, "--no-build-isolation", "--constraint", str(folder / "constraints.txt")]
+    subprocess.run([*pip, *NEEDED], check=True)
+    subprocess.run([*pip, "--editable", str(ROOT)], check=True)
+    lacking = {}
+    for each in others:
+        settings = os.environ | {"DS_BUILD_OPS": "0"}
+        done = subprocess.run([*pip, each], capture_output=True, text=True, env=settings)
+        if done.returncode:  # a pinned release that this Python cannot have: the newest that it can
+            done = subprocess.run([*pip[:-2], each], capture_output=True, text=True, env=settings)
+        if done.returncode:
+            lacking[each] = (done.stderr.strip().splitlines() or [""])[-1][:300]
+    return lacking
 
 
 def tested(python: list[str], tests: list[str], jobs: int) -> dict[str, Any]:
@@ -94,6 +85,7 @@ def tested(python: list[str], tests: list[str], jobs: int) -> dict[str, Any]:
     report, began = folder / "report.xml", time.monotonic()
     report.unlink(missing_ok=True)
     settings = {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

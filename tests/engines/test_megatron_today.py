@@ -306,6 +306,8 @@ def test_newer_fields_of_the_parameters_are_filled(newer_class, monkeypatch):
 
 
 def test_the_older_class_gets_places_where_its_readers_want_them(monkeypatch):
+    if "pad_between_seqs" in params._names():
+        pytest.skip("this megatron-core has the newer class")
     assert told().cu_seqlens_q.tolist() == [0, 3, 9]
     monkeypatch.setattr(params, "_has_transformer_engine", lambda: True)
     assert told().cu_seqlens_q.tolist() == [0, 4, 12]

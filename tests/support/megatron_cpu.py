@@ -66,7 +66,7 @@ def on_cpu(required: bool = False) -> Iterator[None]:
     free = schedules.deallocate_output_tensor
 
     def free_with_the_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-        if out is not None and deallocate_pipeline_outputs:
+        if isinstance(out, Tensor) and deallocate_pipeline_outputs:  # newer cores give lists, and call this again
             out._being_sent = out.detach()  # the storage that gloo reads, kept for as long as ``out`` itself
         free(out, deallocate_pipeline_outputs)
 
@@ -75,6 +75,7 @@ def on_cpu(required: bool = False) -> Iterator[None]:
         # Where megatron-core makes its buffers, waits, and moves its batches.
         (torch.cuda, "current_device", lambda: host),
         (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "current_stream", lambda *_, **__: None),
         (Tensor, "cuda", lambda self, *_, **__: self),
         # Dropout forks the tracker; the flag keeps megatron-core from making one of its own.
         (random, "_CUDA_RNG_STATE_TRACKER", _NoTracker()),
