@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -121,8 +122,8 @@ def test_help_shows_trls_arguments_and_ours_in_a_group_of_their_own(method):
     names -= {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert len(names) >= 14
     assert all(f"\n  --{name}" in group and f"\n  --{name}" not in theirs for name in names)
-    assert "\n  --lora_r " in theirs
-    assert "\n  --max_length " in theirs or method == "grpo"
+    assert re.search(r"\n  --lora_r[ ,]", theirs)  # Python 3.13 names all aliases before the value
+    assert re.search(r"\n  --max_length[ ,]", theirs) or method == "grpo"
 
 
 @pytest.mark.parametrize(

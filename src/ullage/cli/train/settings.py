@@ -35,7 +35,7 @@ class DataArguments:
     )
     data_split: str | None = _option(
         None,
-        "the split to train on, or a part of it: train[:10%]; without it, train",
+        "the split to train on, or a part of it: train[:100]; without it, train",
         metavar="SPLIT",
         aliases=["--dataset_train_split"],
     )
