@@ -65,16 +65,18 @@ def packages(pip: list[str], folder: Path) -> dict[str, str]:
     others = sorted({each for each in extras if not each.startswith("ullage[")} - set(NEEDED))
     pinned = [each for each in (ROOT / "constraints.txt").read_text().splitlines() if not each.startswith("torch==")]
     (folder / "constraints.txt").write_text("\n".join(pinned))
-    pip = [*pip, "--no-build-isolation", "--constraint", str(folder / "constraints.txt")]
-    subprocess.run([*pip, *NEEDED], check=True)
-    subprocess.run([*pip, "--editable", str(ROOT)], check=True)
+    as_pinned = ["--no-build-isolation", "--constraint", str(folder / "constraints.txt")]
+    subprocess.run([*pip, *as_pinned, *NEEDED], check=True)
+    subprocess.run([*pip, *as_pinned, "--editable", str(ROOT)], check=True)
     lacking = {}
     for each in others:
-        settings = os.environ | {"DS_BUILD_OPS": "0"}
-        done = subprocess.run([*pip, each], capture_output=True, text=True, env=settings)
-        if done.returncode:  # a pinned release that this Python cannot have: the newest that it can
-            done = subprocess.run([*pip[:-2], each], capture_output=True, text=True, env=settings)
-        if done.returncode:
+        # Where this Python cannot have the pinned release, the newest that it can.
+        for options in (as_pinned, ["--no-build-isolation"]):
+            command, settings = [*pip, *options, each], os.environ | {"DS_BUILD_OPS": "0"}
+            done = subprocess.run(command, capture_output=True, text=True, env=settings)
+            if not done.returncode:
+                break
+        else:
             lacking[each] = (done.stderr.strip().splitlines() or [""])[-1][:300]
     return lacking
 

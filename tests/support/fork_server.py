@@ -205,10 +205,10 @@ def become(order, rank, store, files):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()  # of a new process, and not the server's; torch's seed is one number everywhere
     importlib.invalidate_caches()
-    if "triton" in sys.modules:
-        atexit.register(gc.unfreeze)  # nanobind prints what the interpreter's end does not collect
     if "call" in order:
         return lambda: call(rank, order["call"])
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)  # nanobind prints what the interpreter's end does not collect
     if store is not None:
         sys.stdout.reconfigure(write_through=True)  # torchrun starts python -u
     return lambda: run(order["arguments"])
