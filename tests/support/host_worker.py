@@ -48,7 +48,7 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
     from ullage.engines import fsdp
-    from ullage.training import RaggedCollator, RunLog, StopOnSignal, Trainer, TrainingArguments
+    from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
 
     torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -107,7 +107,7 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
 
     model.register_forward_pre_hook(lambda module, args, kwargs: taken.extend(numbers_of(kwargs)), with_kwargs=True)
-    for callback in (RunLog(trainer.meter), Steps()):
+    for callback in (Steps(),):
         trainer.add_callback(callback)
     Path(folder).mkdir(parents=True, exist_ok=True)
     with StopOnSignal(trainer) as stop:  # torchrun's, when a host comes back

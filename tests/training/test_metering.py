@@ -20,7 +20,6 @@ from ullage.core.errors import InputError
 from ullage.planning import TransformerCost, plan
 from ullage.report.run import read_run
 from ullage.training import RaggedCollator, Trainer
-from ullage.training.run.run_log import RunLog
 from ullage.training.step import metering
 from ullage.training.step.metering import TokenMeter, cost_of
 
@@ -177,7 +176,6 @@ OPTIONS = {"packing_capacity": 12, "packing_oversize": "drop", "packing_peak_flo
 def run(folder: Path, tracker: str):
     options = {**OPTIONS, "per_device_train_batch_size": 4, "max_steps": 2, "report_to": [tracker]}
     mine = trainer(folder, language_model(), TRACKED, **options)
-    mine.add_callback(RunLog(mine.meter))
     mine.train()
     mine.evaluate(TRACKED[:2])
     return mine

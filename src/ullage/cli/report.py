@@ -29,12 +29,12 @@ def report(
         bool, typer.Option("--json", help="Print the figures as JSON; a page is written if --html says where.")
     ] = False,
 ) -> None:
-    """Show a run: loss, speed, padding, imbalance, the plan of a step, its checkpoints and layouts.
+    """Show a run: loss, speed, padding, imbalance and the layouts that it was trained on.
 
     RUN is the output folder of `ullage train`, of the Trainer, or of any Trainer of transformers.
     """
     from ullage.cli.writing import require_ours, write_output
-    from ullage.report.run import read_run, run_record
+    from ullage.report.run import COMPARISON, PAGE, read_run, run_page, run_record
 
     if html is not None:
         require_ours("page", html)
@@ -45,8 +45,6 @@ def report(
         show(runs)
     if html is None and as_json:
         return
-    from ullage.report.run_page import COMPARISON, PAGE, run_page
-
     text = run_page(runs)
     page = html or run / (COMPARISON if others else PAGE)
     hint = None if html is not None else "--html FILE writes the page elsewhere"
@@ -55,22 +53,22 @@ def report(
 
 
 def show(runs: Sequence[Run]) -> None:
-    """Print the figures of the runs, and the first one's losses, layouts and checkpoints."""
+    """Print the figures of the runs and their losses."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from ullage.report.curves import sparkline
-    from ullage.report.run import differing_settings, run_figures, short_names
+    from ullage.report.run import run_figures, short_names
 
     console = Console(highlight=False)
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    run, names = runs[0], short_names(runs)
+    names = short_names(runs)
     for each in runs:
-        say(f"{each.folder}: {each.progress}{_on(each)}")
+        say(f"{each.folder}: {each.progress}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in [*names, *("difference" if len(runs) == 2 else f"{name}, difference" for name in names[1:])]:
@@ -82,17 +80,3 @@ def show(runs: Sequence[Run]) -> None:
         losses = [value for _, value in each.values("loss")]
         if len(losses) > 1:
             say(f"loss{f' of {name}' if len(runs) > 1 else ''}  {sparkline(losses, 60)}")
-    if run.checkpoints:
-        say(f"checkpoints: {_listed([path.name for path in run.checkpoints])}")
-    for name, values in differing_settings(runs):
-        say(f"{name}: {', '.join(values)}")
-
-
-def _on(run: Run) -> str:
-    from ullage.report.life import layouts_in_words
-
-    return f", on {layouts_in_words([span.layout for span in run.spans])}" if run.spans else ""
-
-
-def _listed(names: list[str], most: int = 6) -> str:
-    return ", ".join(names if len(names) <= most else [f"{len(names) - most} older ones", *names[-most:]])

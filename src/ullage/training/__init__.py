@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     )
     from ullage.training.loss.sequence_logps import SequenceLogps as SequenceLogps, sequence_logps as sequence_logps
     from ullage.training.mixin import RaggedTrainerMixin as RaggedTrainerMixin
-    from ullage.training.run.run_log import RunLog as RunLog
     from ullage.training.step.stopping import StopOnSignal as StopOnSignal
     from ullage.training.trainer import Seq2SeqTrainer as Seq2SeqTrainer, Trainer as Trainer
 else:
@@ -33,7 +32,6 @@ else:
             "batches.collators": ["PackedSequenceCollator", "RaggedCollator", "Seq2SeqCollator"],
             "loss.sequence_logps": ["SequenceLogps", "sequence_logps"],
             "mixin": ["RaggedTrainerMixin"],
-            "run.run_log": ["RunLog"],
             "step.stopping": ["StopOnSignal"],
             "trainer": ["Seq2SeqTrainer", "Trainer"],
         },

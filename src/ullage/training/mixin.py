@@ -49,6 +49,7 @@ from ullage.training.evaluator import Evaluator, evaluation_loader
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
+from ullage.training.run.layouts import LayoutHistory
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.checkpoints import (
@@ -186,6 +187,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self._packer.require_packable()
         self._sharing.require_possible()
         self._reader.refuse_texts()
+        self.add_callback(LayoutHistory())
 
     def _take_collator(self) -> None:
         """Take the collator of a trainer that was given none."""

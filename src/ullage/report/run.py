@@ -1,0 +1,390 @@
+"""A run by what a Trainer of transformers leaves of it: its figures, curves, layouts and checkpoints.
+
+Read from ``trainer_state.json`` in the folder of the run or in the newest of its checkpoints, so that the run of any
+Trainer can be shown, also while it trains. Ours keeps there, too, on which layout each step was trained
+(:mod:`ullage.training.run.layouts`). Reading needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ullage.core.display import duration, prefix_of, quantity, rate
+from ullage.core.errors import InputError
+from ullage.report.curves import Chart, Series, chart, short
+from ullage.report.page import NUM_COLOURS, Box, percent, render
+from ullage.report.page import Row as BarRow
+from ullage.training.run import LAYOUTS
+
+STATE = "trainer_state.json"
+#: The page of a run in its folder, and that of a comparison in the folder of the first run.
+PAGE, COMPARISON = "report.html", "comparison.html"
+#: Figures of a single run that stand on top of its page, by their names.
+_TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "padding_computed", "capacity_unused",
+          "imbalance", "mfu", "steps", "restarts")  # fmt: skip
+
+Row = dict[str, Any]
+
+
+class LayoutSpan(NamedTuple):
+    """Steps on one layout: those after ``start``, up to ``stop``."""
+
+    layout: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left.
+
+    Attributes:
+        folder: its output folder.
+        rows: of training, by rising ``step``, each with its numbers by their names in the log.
+        evaluations: the same of evaluations.
+        closing: numbers of the whole run, from its last entries; empty before its end.
+        spans: its layouts, one for each process that trained; empty for a run of another Trainer.
+        checkpoints: folders of those that are there, by rising step.
+        max_steps: the step at which the run is to end, where known.
+    """
+
+    folder: Path
+    rows: Sequence[Row]
+    evaluations: Sequence[Row] = ()
+    closing: Row = field(default_factory=dict)
+    spans: Sequence[LayoutSpan] = ()
+    checkpoints: Sequence[Path] = ()
+    max_steps: int | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return max((row["step"] for row in (*self.rows, *self.evaluations, self.closing) if row), default=0)
+
+    @property
+    def progress(self) -> str:
+        """How far the run is, and on which layouts, in words."""
+        of = f" of {self.max_steps:,}" if self.max_steps is not None and self.max_steps != self.step else ""
+        layouts = list(dict.fromkeys(span.layout for span in self.spans))
+        where = f", on {', then on '.join(layouts)}" if layouts else ""
+        return f"{self.step:,}{of} step{'' if self.step == 1 and not of else 's'}{where}"
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of each row, of training or evaluation, that has the number."""
+        rows = self.evaluations if name.startswith("eval_") else self.rows
+        return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the run in an output folder, or that which led to a checkpoint.
+
+    Raises ``InputError`` if there is none.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise InputError("a run is a folder", where=str(folder), expected="the output_dir of a run", found=found)
+    named = [(path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
+    checkpoints = [path for _, path in sorted((int(step), path) for step, path in named if step.isdecimal())]
+    states = [state for place in (folder, *checkpoints) if (state := _state(place / STATE)) is not None]
+    if not states:
+        raise InputError(
+            "no run has left its state here",
+            where=str(folder),
+            expected=f"{STATE} in the folder or in a checkpoint of it",
+            hint="give the output_dir of a run, once it has saved a checkpoint",
+        )
+    state = max(states, key=lambda each: each.get("global_step") or 0)
+    rows, evaluations, closing = _sorted_out(state["log_history"])
+    most = state.get("max_steps")
+    max_steps = most if isinstance(most, int) and most > 0 else None
+    return Run(folder, rows, evaluations, closing, _spans(state), checkpoints, max_steps)
+
+
+def _state(path: Path) -> Row | None:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_state = isinstance(state, dict) and isinstance(state.get("log_history"), list)
+    return state if is_state else None
+
+
+def _sorted_out(history: Sequence[Any]) -> tuple[list[Row], list[Row], Row]:
+    """Rows of training, of evaluations, and numbers of the whole run; of two rows of a step the later one counts."""
+    training: dict[int, Row] = {}
+    evaluations: dict[int, Row] = {}
+    closing: Row = {}
+    for whole in history:
+        if not isinstance(whole, dict) or not isinstance(whole.get("step"), int):
+            continue
+        # What is no number cannot be drawn.
+        row: Row = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
+        if "loss" in row:
+            training[row["step"]] = row
+        elif any(name.startswith("eval_") for name in row):
+            # Several data sets are evaluated at one step.
+            evaluations[row["step"]] = {**evaluations.get(row["step"], {}), **row}
+        else:
+            closing |= row
+    return [training[k] for k in sorted(training)], [evaluations[k] for k in sorted(evaluations)], closing
+
+
+def _spans(state: Row) -> list[LayoutSpan]:
+    begins = (state.get("stateful_callbacks") or {}).get(LAYOUTS) or []
+    stops = [*(step for step, _ in begins[1:]), state.get("global_step") or 0]
+    return [LayoutSpan(str(layout), step, stop) for (step, layout), stop in zip(begins, stops)]
+
+
+# Figures.
+
+#: How a figure is compared: by what per cent, by how much, by how many per cent of the whole, or not at all.
+Kind = Literal["ratio", "amount", "share", "none"]
+
+
+class RunFigure(NamedTuple):
+    """A figure of runs: its name for people and in ``--json``, how it is read off, written and compared."""
+
+    title: str
+    name: str
+    value: Callable[[Run], Any]
+    text: Callable[[Any], str]
+    kind: Kind = "none"
+
+    def text_of(self, run: Run) -> str:
+        """The figure as text; empty where the run has none."""
+        value = self.value(run)
+        return "" if value is None else self.text(value)
+
+    def difference(self, run: Run, first: Run) -> str:
+        """By how much ``run`` differs from ``first``, as text; empty where nothing can be said."""
+        ours, theirs = self.value(run), self.value(first)
+        if self.kind == "none" or ours is None or theirs is None or not math.isfinite(ours - theirs):
+            return ""
+        if self.kind == "ratio":
+            return f"{100 * (ours / theirs - 1):+.1f} %" if theirs else ""
+        return f"{100 * (ours - theirs):+.1f} points" if self.kind == "share" else f"{ours - theirs:+.3g}"
+
+
+def _of(name: str, take: Callable[[list[float]], float]) -> Callable[[Run], float | None]:
+    """What ``take`` makes of the values of a number; None where there are none."""
+
+    def value(run: Run) -> float | None:
+        found = [value for _, value in run.values(held_out_loss(run) if name == "eval_loss" else name)]
+        return take(found) if found else None
+
+    return value
+
+
+def _least(values: list[float]) -> float:
+    return min((value for value in values if math.isfinite(value)), default=math.nan)
+
+
+def _warm_median(values: list[float]) -> float:
+    """Without the first, in which compilers and caches are waited for."""
+    return statistics.median(values[1:] or values)
+
+
+def _closing(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.closing.get(name)
+
+
+def held_out_loss(run: Run) -> str:
+    """The name of the loss on held-out data: of several sets, that of the first."""
+    names = [name for row in run.evaluations for name in row if name.endswith("_loss")]
+    return "eval_loss" if "eval_loss" in names or not names else names[0]
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+#: The table, in order.
+FIGURES = (
+    RunFigure("steps", "steps", lambda run: run.step, _whole),
+    RunFigure("loss at the first log", "first_loss", _of("loss", lambda v: v[0]), _loss),
+    RunFigure("loss at the last log", "last_loss", _of("loss", lambda v: v[-1]), _loss, "amount"),
+    RunFigure("held-out loss, last", "eval_loss", _of("eval_loss", lambda v: v[-1]), _loss, "amount"),
+    RunFigure("held-out loss, best", "best_eval_loss", _of("eval_loss", _least), _loss, "amount"),
+    RunFigure("real tokens per second, median", "tokens_per_second", _of("tokens_per_second", _warm_median), _whole,
+              "ratio"),
+    RunFigure("padding computed, mean", "padding_computed", _of("padding_computed", statistics.fmean), percent,
+              "share"),
+    RunFigure("padding avoided", "padding_avoided", _closing("padding_avoided"), percent, "share"),
+    RunFigure("capacity unused, mean", "capacity_unused", _of("capacity_unused", statistics.fmean), percent, "share"),
+    RunFigure("imbalance, mean", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
+    RunFigure("model FLOPs, median", "flops_per_second", _of("flops_per_second", _warm_median), rate, "ratio"),
+    RunFigure("MFU, median", "mfu", _of("mfu", _warm_median), percent, "share"),
+    RunFigure("waiting for ranks, per step", "wait_seconds", _of("wait_seconds", _warm_median), duration, "ratio"),
+    RunFigure("planning, per step", "plan_seconds", _of("plan_seconds", _warm_median), duration, "ratio"),
+    RunFigure("exchange and packing, per step", "exchange_seconds", _of("exchange_seconds", _warm_median), duration,
+              "ratio"),
+    RunFigure("restarts", "restarts", lambda run: len(run.spans) - 1 if len(run.spans) > 1 else None, _whole),
+    RunFigure("checkpoints there", "num_checkpoints", lambda run: len(run.checkpoints), _whole),
+    RunFigure("sequences dropped", "dropped_sequences", _closing("total_dropped_sequences"), _whole),
+    RunFigure("sequences truncated", "truncated_sequences", _closing("total_truncated_sequences"), _whole),
+)  # fmt: skip
+
+
+def run_figures(runs: Sequence[Run]) -> list[list[str]]:
+    """The table as text: a row per figure that any run has: its title, then each run's, then, for each run after the
+    first, its difference from the first.
+    """
+    rows = []
+    for figure in FIGURES:
+        told = [figure.text_of(run) for run in runs]
+        if any(told):
+            rows.append([figure.title, *told, *(figure.difference(run, runs[0]) for run in runs[1:])])
+    return rows
+
+
+def run_record(run: Run) -> dict[str, Any]:
+    """The run as plain data, for ``--json``; numbers that are not finite are null."""
+    figures = {figure.name: figure.value(run) for figure in FIGURES}
+    return {
+        "folder": str(run.folder),
+        "max_steps": run.max_steps,
+        **{
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in figures.items()
+        },
+        "checkpoints": [str(path) for path in run.checkpoints],
+        "layouts": [span._asdict() for span in run.spans],
+    }
+
+
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """A short name of each run's folder; that of its parents before it as far as they are needed to tell runs apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run.folder) for run in runs]
+
+
+# The page.
+
+
+class _Drawn(NamedTuple):
+    """What is drawn in one picture: numbers of the log, each with its name in the legend, multiplied by ``scale``."""
+
+    title: str
+    note: str
+    names: Sequence[tuple[str, str]]
+    form: Callable[[float], str]
+    scale: float = 1.0
+
+
+class Picture(NamedTuple):
+    """A picture of curves under its title; ``note``: what its numbers mean; ``lost``: what it cannot show."""
+
+    title: str
+    note: str
+    chart: Chart | None
+    lost: str
+
+
+def run_page(runs: Sequence[Run]) -> str:
+    """The first of ``runs`` as one HTML page without script or network; the others are drawn over it."""
+    run, names = runs[0], short_names(runs)
+    return render(
+        "run.html",
+        run=run,
+        names=names,
+        tiles=[(f.title, f.text_of(run)) for name in _TILES for f in FIGURES if f.name == name and f.text_of(run)],
+        pictures=list(_pictures(runs, names)),
+        table=run_figures(runs),
+        life=_life(run) if len(run.spans) > 1 else None,
+        legend=[(colour, layout) for layout, colour in _colours(run).items()],
+    )
+
+
+def _colours(run: Run) -> dict[str, str]:
+    layouts = dict.fromkeys(span.layout for span in run.spans)
+    return {layout: f"c{k % NUM_COLOURS}" for k, layout in enumerate(layouts)}
+
+
+def _life(run: Run) -> BarRow:
+    """The steps of a run as one bar: a segment for each process, in the colour of its layout."""
+    scale, colours = 100 / max(run.max_steps or 0, run.spans[-1].stop, 1), _colours(run)
+    boxes = (
+        Box(start * scale, (stop - start) * scale, colours[layout], f"{layout}: steps {start + 1:,} to {stop:,}")
+        for layout, start, stop in run.spans
+        if stop > start
+    )
+    return BarRow("steps", tuple(boxes), f"{run.max_steps or run.step:,}")
+
+
+def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
+    for drawn in _all_drawn(runs):
+        series = list(_series(drawn, runs, names))
+        # A line stands where a process began.
+        made = chart(series, drawn.form, [span.start for span in runs[0].spans[1:]])
+        lost = _not_finite(series)
+        # A single step makes no curve, nor does what is the same all the time: the table has them.
+        if made is not None and (made.first == made.last or (drawn.title != "Loss" and _is_constant(series))):
+            continue
+        if made is not None or lost:
+            yield Picture(drawn.title, drawn.note, made, lost)
+
+
+def _is_constant(series: Sequence[Series]) -> bool:
+    """Whether all values of each curve are the same, within the digits that anybody reads."""
+    finite = [[value for _, value in each.points if math.isfinite(value)] for each in series]
+    return all(max(values) - min(values) <= 1e-6 * max(map(abs, values)) for values in finite if values)
+
+
+def _not_finite(series: Sequence[Series]) -> str:
+    """Where values are not finite, in words; empty if all are."""
+    told = []
+    for each in series:
+        steps = [step for step, value in each.points if not math.isfinite(value)]
+        if steps:
+            logs = quantity(len(each.points), "log")
+            told.append(f"{each.label}: not finite in {len(steps):,} of {logs}, first at step {steps[0]:,}")
+    return "; ".join(told)
+
+
+def _series(drawn: _Drawn, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Series]:
+    for r, run in enumerate(runs):
+        for k, (name, label) in enumerate(drawn.names):
+            points = [(step, value * drawn.scale) for step, value in run.values(name)]
+            # One run: a colour for each number. Several: a colour for each run, and its second number broken.
+            colour = k if len(runs) == 1 else r
+            style = f"k{colour % NUM_COLOURS}" + (" broken" if k and len(runs) > 1 else "")
+            told = label if len(runs) == 1 else names[r] if len(drawn.names) == 1 else f"{names[r]}, {label}"
+            yield Series(told, style, points)
+
+
+def _all_drawn(runs: Sequence[Run]) -> Iterator[_Drawn]:
+    losses = [("loss", "training"), (held_out_loss(runs[0]), "held out")]
+    yield _Drawn("Loss", "", losses, lambda value: f"{value:.5g}")
+    note = "Real tokens over all ranks per second, between two logs; evaluating and saving count in their interval."
+    yield _Drawn("Speed", note, [("tokens_per_second", "tokens per second")], _whole)
+    note = "Per cent. Computed: padding among what the model was given. Unused: slots of microbatches without a token."
+    shares = [("padding_computed", "padding computed"), ("capacity_unused", "capacity unused")]
+    yield _Drawn("Padding", note, shares, lambda value: f"{value:.2f} %", 100.0)
+    note = "The work of the busiest rank over the mean; 1 is the ideal."
+    yield _Drawn("Imbalance", note, [("imbalance", "imbalance")], lambda value: f"{value:.4f}")
+    if any(run.values("mfu") for run in runs):
+        note = "Per cent of the FLOP/s that the devices could do."
+        yield _Drawn("MFU", note, [("mfu", "MFU")], lambda value: f"{value:.2f} %", 100.0)
+    else:
+        largest = max((value for run in runs for _, value in run.values("flops_per_second")), default=0.0)
+        divisor, prefix = prefix_of(largest)
+        note = f"{prefix}FLOP/s of the model on real tokens, forward and backward, of all devices."
+        flops = [("flops_per_second", "model FLOPs")]
+        yield _Drawn("Model FLOPs", note, flops, lambda value: rate(value * divisor), 1 / divisor)
+    yield _Drawn("Learning rate", "", [("learning_rate", "learning rate")], lambda value: short(value, 4))
+    yield _Drawn("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: short(value, 4))
