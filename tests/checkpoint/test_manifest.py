@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ullage.checkpoint.core.manifest import (
     BLOCK_BYTES,
+    MANIFEST,
     blocks_of,
     damage_in,
     files_in,
-    manifest_name,
     read_manifests,
     share_of_blocks,
     sums,
@@ -22,9 +22,9 @@ from ullage.checkpoint.core.manifest import (
 )
 
 
-def list_folder(folder: Path, rank: int = 0) -> None:
+def list_folder(folder: Path) -> None:
     blocks = blocks_of(files_in(folder))
-    write_manifest(folder / manifest_name(rank), blocks, sums(folder, blocks))
+    write_manifest(folder / MANIFEST, blocks, sums(folder, blocks))
 
 
 def said(folder: Path, **options) -> list[tuple[str, str]]:
@@ -117,20 +117,6 @@ def test_a_folder_inside_that_has_a_manifest_speaks_for_itself(tmp_path):
     assert said(tmp_path) == [("weights/part.distcp", "changed")]
     (inner / "manifest.json").unlink()
     assert said(tmp_path) == [("weights/manifest.json", "missing")]
-
-
-def test_manifests_of_two_machines_in_one_folder_are_read_together(tmp_path):
-    for rank, name in ((0, "shard_0.pt"), (8, "shard_8.pt")):
-        machine = tmp_path / f"machine{rank}"
-        machine.mkdir()
-        (machine / name).write_text(name)
-        list_folder(machine, rank)
-        for path in list(machine.iterdir()):
-            path.rename(tmp_path / path.name)
-        machine.rmdir()
-    assert said(tmp_path) == []
-    (tmp_path / "shard_8.pt").unlink()
-    assert said(tmp_path) == [("shard_8.pt", "missing")]
 
 
 def test_a_folder_without_one_and_a_file_of_that_name_by_others(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import processes
+from ullage.checkpoint.core import manifest
 from ullage.checkpoint.core.manifest import damage_in, read_manifests
 from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training.saving import damage, resuming, staging
@@ -33,10 +33,10 @@ def writer(text: str):
 
 def content(folder: Path) -> str:
     """What the files of a whole folder say."""
-    manifest = read_manifests(folder)
-    assert manifest is not None
-    assert manifest.damage == ()
-    assert damage_in(folder, manifest.blocks) == []
+    listed = read_manifests(folder)
+    assert listed is not None
+    assert listed.damage == ()
+    assert damage_in(folder, listed.blocks) == []
     [text] = {(folder / name).read_text() for name in ("weights.bin", "inner/state.json")}
     return text
 
@@ -217,7 +217,7 @@ def test_the_next_save_keeps_the_only_copy_of_the_one_before(tmp_path):
     assert content(tmp_path / "saved") == "old"
 
 
-# By several ranks, on machines that share a disk and on machines that do not.
+# By several ranks, on machines that share a disk; and what is said where they do not.
 WORLD = 3
 
 
@@ -241,23 +241,22 @@ def look(folder, **options):
     return [f"{d.name}: {d.kind}" for d in finding.damage], list(finding.changed), list(finding.notes)
 
 
-def two_machines(rank, world, root):
-    """Ranks 0 and 1 are on one machine, rank 2 on another: one name, and a disk for each."""
-    machine = Path(root) / ("one" if rank < 2 else "two")
-    machine.mkdir(exist_ok=True)
+def unshared(rank, world, root):
+    """Each rank is on a machine with a disk of its own, which it sees under the same name: what a start and a save say."""
+    machine = Path(root) / f"machine{rank}"
+    machine.mkdir()
     os.chdir(machine)
-    place = Path("/proc/self/cwd/saved")  # the same path on every rank, and another folder
-    os.environ["LOCAL_RANK"] = str(rank % 2)  # as a launcher numbers them
-    staging.write_whole(place, part_of(rank))
-    said = [look(place)]
-    processes.dist.barrier()
-    if rank == 2:
-        path = place / "rng_state_2.pth"
-        path.write_text(path.read_text().upper())
-    processes.dist.barrier()
-    said += [look(place), look(place, allow_changed=True)]
-    staging.write_whole(place, part_of(rank))
-    return [*said, look(place)]
+    os.environ["LOCAL_RANK"] = "0"
+    place = Path("/proc/self/cwd/run/checkpoint-4")
+    said = [attempt(lambda: staging.write_whole(place, part_of(rank)))]
+    said.append(attempt(lambda: staging.require_shared(place.parent)))
+    if rank == 0:
+        part_of(0)(place)
+        (place / "optimizer.pt").write_text("moments")
+        blocks = manifest.blocks_of(manifest.files_in(place))
+        manifest.write_manifest(place / manifest.MANIFEST, blocks, manifest.sums(place, blocks))
+    said.append(attempt(lambda: resuming.newest_whole(place.parent)))
+    return [*said, sorted(path.name for path in place.parent.glob("*"))]
 
 
 def one_disk(rank, world, root):
@@ -288,25 +287,15 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.distributed
-def test_each_disk_has_a_manifest_of_what_lies_on_it(root):
-    said = processes.values(processes.run(two_machines, WORLD, str(root)))
-    everything, elsewhere = {}, {}
-    for machine, name in (("one", "manifest.json"), ("two", "manifest_2.json")):
-        place = root / machine / "saved"
-        listed = json.loads((place / name).read_text())["files"]
-        everything[machine] = sorted(listed)
-        [copy] = place.glob("elsewhere_*.json")
-        assert sorted(path.name for path in place.iterdir()) == sorted([name, copy.name, *listed])
-        elsewhere[copy.name] = sorted(json.loads(copy.read_text())["files"])
-    assert everything == {"one": ["rng_state_0.pth", "rng_state_1.pth"], "two": ["rng_state_2.pth"]}
-    assert elsewhere == {"elsewhere_2.json": everything["two"], "elsewhere_0.json": everything["one"]}
-    passed = [f"{Path('/proc/self/cwd/saved')}: taken as changed on purpose: rng_state_2.pth"]
-    for rank in said:  # what one machine found, the ranks of the other know
-        assert rank[0] == [[], [], []]
-        assert rank[1] == [["rng_state_2.pth: changed"], [], []]
-        assert rank[2] == [[], ["rng_state_2.pth"], passed]
-        assert rank[3] == [[], [], []]
-    assert sorted(path.name for path in (root / "two").iterdir()) == ["saved", "saved.damaged"]
+def test_hosts_that_share_no_folder_are_told_what_they_lack(root):
+    said = processes.values(processes.run(unshared, WORLD, str(root)))
+    for rank, (save, start, resumed, left) in enumerate(said):
+        found = "this host does not see what the host of rank 0 writes (/proc/self/cwd/run"
+        assert all(found in each and "a folder that all hosts of the run share" in each for each in (save, start))
+        assert "CheckpointError: this checkpoint is damaged (/proc/self/cwd/run/checkpoint-4/optimizer.pt): " in resumed
+        assert "expected 7 bytes, found no such file on " in resumed
+        assert ", the host of rank 1, and 1 more damaged file." in resumed
+        assert left == (["_checkpoint-4.partial", "checkpoint-4"] if rank == 0 else [])
 
 
 @pytest.mark.distributed

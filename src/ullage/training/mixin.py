@@ -53,13 +53,12 @@ from ullage.training.run.layouts import LayoutHistory
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.checkpoints import (
-    WholeCheckpointMixin,
     load_renamed,
     newest_unharmed,
+    require_folder,
     require_same_model,
 )
 from ullage.training.saving.continuing import Continuation, Conversion
-from ullage.training.saving.store import adopt
 from ullage.training.setup import fsdp
 from ullage.training.setup.arguments import (
     PackingOptions,
@@ -160,8 +159,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)
-            if isinstance(self, WholeCheckpointMixin):
-                adopt(arguments)
+            require_folder(arguments)
             fsdp.require_possible(arguments)
             global_batch_of(arguments)
             options = PackingOptions.of(arguments)  # raises for bad ones before the trainer prepares its data

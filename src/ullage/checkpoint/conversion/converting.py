@@ -13,14 +13,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.conversion import checksums, copying
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.destination import (
-    Upload,
     disk_error,
     partial_of,
     point_to,
@@ -29,14 +28,14 @@ from ullage.checkpoint.conversion.destination import (
 )
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
 from ullage.checkpoint.core.inventory import Inventory
-from ullage.checkpoint.core.paths import checkpoint_path, is_remote
+from ullage.checkpoint.core.paths import checkpoint_path, is_remote, is_url
 from ullage.checkpoint.core.reading import Unreadable
 from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats import table as formats
 from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.core.display import Shown, quantity
-from ullage.core.errors import CheckpointError
+from ullage.core.errors import CheckpointError, InputError
 
 
 @dataclass(repr=False)
@@ -110,9 +109,9 @@ def convert(
 
     Args:
         source: the folder or URL, as for :func:`ullage.checkpoint.read`, or an inventory.
-        target: a folder that does not exist, whose parents are made; or a URL at which nothing lies. Of ``zero1`` to
-            ``zero3`` the folder for ``engine.load_checkpoint``: the files lie in ``global_stepN`` of it, and ``latest``
-            beside that; or a folder of such a name itself.
+        target: a folder that does not exist, whose parents are made. Of ``zero1`` to ``zero3`` the folder for
+            ``engine.load_checkpoint``: the files lie in ``global_stepN`` of it, and ``latest`` beside that; or a folder
+            of such a name itself.
         format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a
             plain Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
@@ -132,8 +131,10 @@ def convert(
     """
     began = time.monotonic()
     inventory = source if isinstance(source, Inventory) else formats.read(source, storage_options=storage_options)
-    target = checkpoint_path(target, storage_options)
-    target = target if is_remote(target) else Path(os.path.abspath(target))
+    if is_url(target) or is_remote(target):
+        hint = "convert to a folder, and copy that: aws s3 sync FOLDER URL"
+        raise InputError("a conversion writes to a folder, not to a URL", where=str(target), hint=hint)
+    target = Path(os.path.abspath(checkpoint_path(target)))
     formats.require_format(format, ranks)
     target = formats.shards_folder(inventory, target, format)
     # Everything that can be refused is refused before a byte is written.
@@ -150,14 +151,9 @@ def convert(
     with as_checkpoint_error(str(inventory.folder)):
         mark = mark_of(inventory, targets, options)
     job = _Job(inventory, targets, target, mark, report, progress, options)
-    if is_remote(target):
-        upload = Upload(inventory, target, mark)
-        upload.require_possible()
-        job.run_to_store(upload)
-    else:
-        require_writable(inventory, target, job.partial, report.num_bytes)
-        job.run()
-        _point(target, format)
+    require_writable(inventory, target, job.partial, report.num_bytes)
+    job.run()
+    _point(target, format)
     report.seconds = time.monotonic() - began
     return report
 
@@ -246,47 +242,6 @@ class _Job:
         finally:
             if journal is not None:
                 journal.close()
-
-    def run_to_store(self, upload: Upload) -> None:
-        """Make the target in a spool of this machine, and upload it; the progress is half of each."""
-        pointer, done = formats.POINTERS.get(self.options["format"]), 0
-
-        def step(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            if self.progress is not None:
-                self.progress((self.report.num_bytes + done) // 2, self.report.num_bytes)
-
-        with upload.spool() as spool:
-            if upload.begin():
-                self.report.bytes_resumed = self.report.num_bytes
-                self.report.notes.append("every file was there already, of an interrupted run")
-            else:
-                made = spool / self.target.name
-                try:
-                    self._make(made)
-                except CheckpointError as error:
-                    if not isinstance(error, Unreadable):  # refused now, refused later: nothing is kept
-                        with suppress(OSError):
-                            upload.withdraw()
-                            shutil.rmtree(spool)
-                    raise
-                upload.send(made, step)
-            upload.end(pointer)
-
-    def _make(self, made: Path) -> None:
-        """Convert to the folder ``made`` of the spool, if an interrupted call has not done so."""
-        with suppress(OSError, ValueError, AttributeError):
-            if json.loads((made / COMPLETE).read_bytes()).get("mark") == self.mark:
-                self.report.bytes_resumed = self.report.num_bytes
-                return
-        shutil.rmtree(made, ignore_errors=True)
-        tell = self.progress
-        half = None if tell is None else lambda done, total: tell(done // 2, total)
-        job = replace(self, target=made, progress=half)
-        hint = "free some space, or set TMPDIR to a folder with more of it"
-        require_writable(self.inventory, made, job.partial, self.report.num_bytes, hint=hint)
-        job.run()
 
     def _work(self, units: list[Unit], journal: Journal) -> dict[int, dict[str, Any]]:
         """The journal's lines of all units, once they are done."""

@@ -3,20 +3,16 @@
 ``manifest.json`` lists every file of a folder with its size and a CRC-32 of each block of 16 MiB, so that a range of a
 file is checked by reading the blocks it lies in. The format is written down in ``docs/formats.md``. Reading and summing
 release the GIL, so blocks are summed by several threads.
-
-Where a checkpoint lies on several disks, each has the manifest of its own part, and copies of the others' beside it
-(``elsewhere_8.json``). So any of its folders tells what belongs to the whole, and which host has it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +21,8 @@ from ullage.checkpoint.core.problem import Problem
 from ullage.core.errors import CheckpointError
 
 FORMAT, VERSION = "ullage-manifest", 1
+#: The file that is the manifest of its folder.
+MANIFEST = "manifest.json"
 #: Bytes that one sum is of.
 BLOCK_BYTES = 16 << 20
 #: A chunk that stays in a core's cache between reading and summing.
@@ -71,48 +69,30 @@ class Manifest:
     Attributes:
         folder: the folder; names of blocks are relative to it.
         blocks: of all files, those of one file together and in order.
-        identity: equal on all ranks that see the same files on the same disk.
         damage: manifests that cannot be read.
-        elsewhere: blocks of files that lie on other disks and not here, as far as copies of their manifests tell.
-        hosts: by file, the host that wrote it, for files of several disks: ``node-b (rank 8)``.
-        save: equal in all parts of a checkpoint that were saved together.
     """
 
     folder: Path
     blocks: tuple[Block, ...] = ()
-    identity: str = ""
-    damage: tuple[Damage, ...] = field(default=())
-    elsewhere: tuple[Block, ...] = ()
-    hosts: dict[str, str] = field(default_factory=dict)
-    save: str = ""
-
-
-def manifest_name(rank: int = 0) -> str:
-    """The manifest of the disk that ``rank`` is the first to write to."""
-    return f"manifest_{rank}.json" if rank else "manifest.json"
-
-
-def elsewhere_name(rank: int) -> str:
-    """The copy, on another disk, of the manifest of ``rank``."""
-    return f"elsewhere_{rank}.json"
+    damage: tuple[Damage, ...] = ()
 
 
 def files_in(folder: Path) -> list[tuple[str, int]]:
     """Name and bytes of every file that a manifest of ``folder`` lists, by name.
 
-    Of a folder that has manifests of its own, those alone.
+    Of a folder within that has a manifest of its own, that alone.
     """
     found = []
     for root, folders, names in os.walk(folder):
         place = Path(root)
-        # A folder within that has manifests of its own is listed by them: its files are left out here; its manifests
-        # are taken as files. Clearing ``folders`` keeps ``os.walk`` out of it.
-        own = {path.name for path in _manifests(place)}
+        # A folder within that has a manifest of its own is listed by that: its files are left out here; its manifest is
+        # taken as a file. Clearing ``folders`` keeps ``os.walk`` out of it.
+        own = _has_manifest(place)
         if place == folder:
-            names = [name for name in names if name not in own]
+            names = [name for name in names if not own or name != MANIFEST]
         elif own:
             folders.clear()
-            names = sorted(own)
+            names = [MANIFEST]
         found += [((place / name).relative_to(folder).as_posix(), (place / name).stat().st_size) for name in names]
     return sorted(found)
 
@@ -145,13 +125,6 @@ def sums(folder: Path, blocks: Sequence[Block], workers: int | None = None) -> l
 
 def write_manifest(path: Path, blocks: Sequence[Block], crcs: Sequence[int]) -> None:
     """Write the manifest of files whose blocks have these sums."""
-    path.write_text(manifest_text(blocks, crcs), encoding="utf-8")
-
-
-def manifest_text(
-    blocks: Sequence[Block], crcs: Sequence[int], host: str | None = None, save: str | None = None
-) -> str:
-    """The content of such a manifest. ``host``, ``save``: where other hosts wrote others, who wrote these, and when."""
     files: dict[str, Any] = {}
     for block, crc in zip(blocks, crcs, strict=True):
         entry = files.setdefault(block.name, {"bytes": block.file_bytes, "crc32": []})
@@ -159,68 +132,35 @@ def manifest_text(
     content = {
         "format": FORMAT,
         "version": VERSION,
-        **({} if host is None else {"host": host, "save": save}),
         "block_bytes": BLOCK_BYTES,
         "files_crc32": _sum_of(files),
         "files": files,
     }
-    return json.dumps(content) + "\n"
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_manifests(folder: Path) -> Manifest | None:
-    """The content of the manifests in ``folder``; None if it has none.
+    """The content of the manifest in ``folder``, and of those in folders within that it lists; None if it has none.
 
-    A manifest that cannot be read is damage, not an error. Where two of them list a file (folders of several machines
-    that were put together), the first one counts. What the copy of another disk's manifest lists and is here, is
-    listed as if it had been written here.
+    A manifest that cannot be read is damage, not an error.
     """
-    paths = _manifests(folder)
-    if not paths:
+    if not _has_manifest(folder):
         return None
-    blocks: dict[str, list[Block]] = {}
-    elsewhere: list[Block] = []
-    hosts: dict[str, str] = {}
+    path = folder / MANIFEST
+    try:
+        blocks = _blocks_by_file(path, path.read_bytes())
+    except (OSError, CheckpointError) as error:
+        return Manifest(folder, damage=(Damage(path.name, "changed", "a manifest", str(error)),))
     damage: list[Damage] = []
-    identity, saved = [], set()
-    for path in paths:
-        try:
-            text = path.read_bytes()
-            status = path.stat()
-            # Inode and time tell disks apart: the same path on two machines may be two files of equal content.
-            identity.append(f"{path.name}:{status.st_ino}:{status.st_mtime_ns}:{zlib.crc32(text)}")
-            listed, host, save = _blocks_by_file(path, text)
-            saved.add(save or f"{zlib.crc32(text):08x}")
-        except (OSError, CheckpointError) as error:
-            damage.append(Damage(path.name, "changed", "a manifest", str(error)))
-            continue
-        for name, own in listed.items():
-            if host is not None:
-                hosts.setdefault(name, host)
-            if name in blocks:
-                continue
-            if path.name.startswith("elsewhere") and not (folder / name).is_file():
-                elsewhere += own
-            else:
-                blocks[name] = own
     # A manifest that is listed as a file speaks for its folder; its blocks get their names from here.
-    for nested in sorted({Path(name).parent for name in blocks if _is_manifest_name(Path(name).name)}):
+    for nested in sorted({Path(name).parent for name in blocks if Path(name).name == MANIFEST}):
         inner = read_manifests(folder / nested)
         if inner is not None:
             place = f"{nested.as_posix()}/"
             damage += [Damage(f"{nested}/{d.name}", d.kind, d.expected, d.found) for d in inner.damage]
             for block in inner.blocks:
                 blocks.setdefault(place + block.name, []).append(replace(block, name=place + block.name))
-            elsewhere += [replace(block, name=place + block.name) for block in inner.elsewhere]
-            hosts |= {place + name: host for name, host in inner.hosts.items()}
-    found = tuple(b for own in blocks.values() for b in own)
-    save = " ".join(sorted(saved))
-    return Manifest(folder, found, " ".join(identity), tuple(damage), tuple(elsewhere), hosts, save)
-
-
-def copies_of_manifests(folder: Path) -> dict[int, str]:
-    """The texts of the manifests in ``folder``, those of other disks too, by the rank that wrote each."""
-    ranks = ((path, re.sub(r"\D", "", path.stem)) for path in _manifests(folder))
-    return {int(rank or 0): path.read_text(encoding="utf-8") for path, rank in ranks}
+    return Manifest(folder, tuple(b for own in blocks.values() for b in own), tuple(damage))
 
 
 def around(folder: Path) -> Iterator[tuple[Manifest, str]]:
@@ -281,22 +221,10 @@ def damage_in(
 # The file
 
 
-_NAME = re.compile(r"manifest(_\d+)?\.json|elsewhere_\d+\.json")
-
-
-def _is_manifest_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None
-
-
-def _manifests(folder: Path) -> list[Path]:
-    """The manifests in ``folder``, the first machine's first; files of that name that others wrote are left out.
-
-    Copies of those of other disks come last.
-    """
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.glob("*.json") if _is_manifest_name(path.name) and path.is_file()]
-    return sorted(filter(_is_ours, found), key=lambda path: (path.name[0] == "e", len(path.name), path.name))
+def _has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest; a file of that name that others wrote is none."""
+    path = folder / MANIFEST
+    return path.is_file() and _is_ours(path)
 
 
 def _is_ours(path: Path) -> bool:
@@ -305,8 +233,8 @@ def _is_ours(path: Path) -> bool:
     return not start or any(word in start for word in (FORMAT.encode(), b"block_bytes", b"files_crc32"))
 
 
-def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], str | None, str | None]:
-    """The blocks by file, the host that wrote them, and the save that they are of.
+def _blocks_by_file(path: Path, text: bytes) -> dict[str, list[Block]]:
+    """The blocks by file.
 
     Raises ``CheckpointError`` for what is no manifest, or is not as it was written.
     """
@@ -330,8 +258,7 @@ def _blocks_by_file(path: Path, text: bytes) -> tuple[dict[str, list[Block]], st
                 Block(name, block.offset, block.num_bytes, block.file_bytes, int(crc, 16))
                 for block, crc in zip(blocks, entry["crc32"], strict=True)
             ]
-        host, save = (None if content.get(name) is None else str(content[name]) for name in ("host", "save"))
-        return listed, host, save
+        return listed
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -18,7 +18,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,8 +33,6 @@ _T = TypeVar("_T")
 _ATTEMPTS, _PAUSE = 7, 0.1
 #: Ranges of one file with at most so many bytes between them are one request; a longer one is cut.
 _GAP_BYTES, _REQUEST_BYTES = 64 << 10, 8 << 20
-#: Small objects that are written or removed at a time.
-PARALLEL = 16
 #: What a store says once and for all.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError)
 
@@ -43,7 +40,7 @@ _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryEr
 Range = tuple[str, int, int]
 
 
-# Requests to a store: listings, ranges of files, whole objects to write
+# Requests to a store: listings, ranges of files
 
 
 class Held:
@@ -127,29 +124,6 @@ class Store:
         """The bytes of one range, perhaps of those that are held."""
         held = self.held.find(key, start, stop)
         return self.read_many([(key, start, stop)])[0] if held is None else held
-
-    def write(self, key: str, data: bytes) -> None:
-        """Write a small object whole."""
-        self._retry(key, partial(self.system.pipe_file, key, data))
-
-    def upload(self, local: Path, key: str) -> None:
-        """Write a file of this machine as an object; a large one in parts, as the driver does it."""
-        self._retry(key, partial(self.system.put_file, str(local), key))
-
-    def download(self, key: str, local: Path) -> None:
-        """Write an object as a file of this machine."""
-        self._retry(key, partial(self.system.get_file, key, str(local)))
-
-    def remove(self, keys: list[str]) -> None:
-        """Remove objects, those that are there."""
-
-        def one(key: str) -> None:
-            with suppress(FileNotFoundError):
-                self._retry(key, partial(self.system.rm_file, key))
-
-        # One by one: a list would be searched for wildcards, which names of parameters may contain.
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            list(pool.map(one, keys))
 
     def _retry(self, key: str, request: Callable[[], _T]) -> _T:
         for attempt in range(_ATTEMPTS):

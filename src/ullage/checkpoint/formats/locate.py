@@ -99,9 +99,6 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def _format(folder: Path) -> str | None:
     with as_checkpoint_error(str(folder)):
         names = [p.name for p in folder.iterdir()]
-    if is_remote(folder) and JOURNAL in names and COMPLETE not in names:
-        hint = "run the same command again, which goes on from there"
-        raise CheckpointError("a conversion to this URL was not finished", where=str(folder), hint=hint)
     if any(n.endswith(("_optim_states.pt", "_model_states.pt")) for n in names) and "zero" not in names:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():

@@ -19,7 +19,6 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ullage.checkpoint.core.paths import checkpoint_path, is_remote, is_url
 from ullage.cli.train.folder import LAST, kept_global_batch, taken_over
 from ullage.cli.train.process import message_of
 from ullage.cli.train.settings import (
@@ -33,7 +32,7 @@ from ullage.cli.train.settings import (
 )
 from ullage.core.errors import InputError, UsageError
 from ullage.training import TrainingArguments
-from ullage.training.saving.store import adopt, local_path
+from ullage.training.saving.checkpoints import require_folder
 from ullage.training.setup.arguments import global_batch_of
 
 #: The dataclasses whose fields are the arguments, in the order in which the parser returns them.
@@ -114,10 +113,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     if metric not in (None, "loss", "eval_loss"):  # the Trainer would look for it after many steps
         where, hint = "--metric_for_best_model", "a Trainer of your own takes compute_metrics"
         raise UsageError("this run has no such metric", where=where, expected="loss", found=metric, hint=hint)
-    adopt(parts[-1])
-    resume = parts[-1].resume_from_checkpoint
-    if is_url(resume):
-        parts[-1].resume_from_checkpoint = str(local_path(resume))
+    require_folder(parts[-1])
     return TrainCommand(*parts, given=frozenset(given), accumulation=accumulation)
 
 
@@ -133,13 +129,7 @@ def _folder_of_run(given: dict[str, Any]) -> Path:
     """The folder with the record of the run that a call may go on with: beside its checkpoints."""
     resume = str(given.get("resume_from_checkpoint", "false"))
     output = given.get("output_dir", DEFAULTS["output_dir"])
-    if resume.lower() in ("false", *LAST):
-        folder = checkpoint_path(str(output))
-    else:
-        folder = checkpoint_path(
-            resume.rstrip("/").rpartition("/")[0] if is_url(resume) else resume.rstrip("/") + "/.."
-        )
-    return folder if is_remote(folder) else folder.resolve()
+    return Path(output if resume.lower() in ("false", *LAST) else f"{resume}/..").resolve()
 
 
 def _shared_batch(given: dict[str, Any]) -> tuple[list[str], int]:

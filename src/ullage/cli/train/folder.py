@@ -22,7 +22,7 @@ from ullage.cli.train.process import CANNOT_BEGIN, REFUSALS, one_line_of
 from ullage.cli.train.settings import AdapterArguments, TrainCommand
 from ullage.core.errors import CheckpointError, InputError, UllageError
 from ullage.core.replacing import replacing
-from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, several_ranks
+from ullage.ranks.world import agreement, gather, rank_here
 from ullage.training.run.log_file import LOG
 from ullage.training.saving.checkpoints import (
     WEIGHT_FILES,
@@ -33,9 +33,7 @@ from ullage.training.saving.checkpoints import (
     step_of,
 )
 from ullage.training.saving.continuing import AUTO
-from ullage.training.saving.parts import Readers
 from ullage.training.saving.resuming import listed_in, newest_whole, require_whole, state_notes
-from ullage.training.saving.store import delete_remote, store_of_run
 
 if TYPE_CHECKING:
     from ullage.training import Trainer
@@ -121,14 +119,11 @@ def look_at(command: TrainCommand) -> Situation:
     folder that holds something else.
     """
     with agreement("looking at the output folder"):
-        # One process per machine, since machines may have disks of their own. An ``agreement`` ends when all ranks have
-        # come to its end, so nobody looks before a save that was moved aside is back in its place.
-        if is_first_of_machine():
+        # An ``agreement`` ends when all ranks have come to its end: nobody looks before what was moved aside is back.
+        if rank_here() == 0:
             put_back(command.folder)
     checkpoints = listed_in(command.folder)[::-1]
     named = _named(command)
-    if named is not None and (store := store_of_run(named.parent)) is not None:
-        store.fetch(named, Readers.of(command.training))
     elsewhere = any(gather(named is not None and named.is_dir()))
     with agreement("looking at the output folder"):
         situation = _look_at(command, checkpoints, elsewhere)
@@ -157,13 +152,12 @@ def _whole(situation: Situation, command: TrainCommand) -> tuple[Path, list[str]
     """The checkpoint that is whole, the named one or the newest in the folder, and lines to be printed. Collective."""
     checkpoint, allow = situation.checkpoint, command.run.allow_changed_checkpoint
     assert checkpoint is not None
-    readers = Readers.of(command.training)
     if situation.named:
-        lines = require_whole(checkpoint, allow_changed=allow, readers=readers)
+        lines = require_whole(checkpoint, allow_changed=allow)
         with agreement("looking at a checkpoint"):
             require_checkpoint(checkpoint)
     else:
-        newest, lines = newest_whole(checkpoint.parent, allow_changed=allow, readers=readers)
+        newest, lines = newest_whole(checkpoint.parent, allow_changed=allow)
         assert newest is not None  # there was one
         checkpoint = newest
     shown = checkpoint if checkpoint.parent != command.folder else f"{command.place}/{checkpoint.name}"
@@ -228,41 +222,11 @@ def _require_place(folder: Path) -> None:
 def _finished(record: dict[str, Any] | None, folder: Path) -> bool:
     if record is None or record.get("summary") is None:
         return False
-    store = store_of_run(folder)
-    return any((folder / name).is_file() for name in WEIGHT_FILES) or (store is not None and store.has(WEIGHT_FILES))
-
-
-def share_settings(command: TrainCommand) -> bool:
-    """Have settings and log of the run on every host, as they stand where they were written last. Collective.
-
-    Returns whether this process could not read the settings before.
-    """
-    named = _named(command)
-    folder = command.folder if named is None else named.parent
-    if not several_ranks() or store_of_run(folder) is not None:
-        return False
-    names, told, known = (RECORD, LOG), [], read_record(folder) is not None
-    with agreement("looking at the settings of the run"):
-        if is_first_of_machine():
-            files = [folder / name for name in names if (folder / name).is_file()]
-            told = [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
-    newest: dict[str, tuple[int, bytes]] = {}
-    for name, time, text in (each for own in gather(told) for each in own):
-        if name not in newest or time > newest[name][0]:
-            newest[name] = time, text
-    with agreement("sharing the settings of the run"):
-        if is_first_of_machine() and newest:
-            own = {name: text for name, _, text in told}
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, (_, text) in newest.items():
-                if own.get(name) != text:
-                    with replacing(folder / name) as file:
-                        file.write(text.decode())
-    return not known and bool(newest)
+    return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
 def begin(command: TrainCommand, situation: Situation) -> None:
-    """Make the folder ready and write the settings down; the first rank of each machine calls it, after all checks."""
+    """Make the folder ready and write the settings down; rank 0 calls it, after all checks."""
     folder = command.folder
     folder.mkdir(parents=True, exist_ok=True)
     # What saves of ours left takes up room that this run may need.
@@ -271,9 +235,6 @@ def begin(command: TrainCommand, situation: Situation) -> None:
         # Other files in the folder are not touched.
         for path in checkpoints_in(folder):
             shutil.rmtree(path, ignore_errors=True)
-        if (store := store_of_run(folder)) is not None and rank_here() == 0:
-            for name in store.names():
-                delete_remote(store.place / name)
     write_record(folder, command, None)
 
 

@@ -246,13 +246,10 @@ class TrainCommand:
 
     @property
     def folder(self) -> Path:
-        """The output folder; of a run that a store keeps, the working folder of this host."""
+        """The output folder."""
         return Path(self.training.output_dir or ".")
 
     @property
     def place(self) -> str:
-        """The output folder as it was asked for: a path, or a URL."""
-        from ullage.training.saving.store import store_of_run
-
-        store = store_of_run(self.folder)
-        return str(self.folder) if store is None else store.url
+        """The output folder as it was asked for."""
+        return str(self.folder)

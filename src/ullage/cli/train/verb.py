@@ -70,7 +70,6 @@ def _run(argv: list[str], first: bool) -> None:
         no_empty_folder,
         require_layout_of,
         revisions_before,
-        share_settings,
         write_record,
     )
     from ullage.cli.train.limits import notes_on_lengths, within_positions
@@ -79,12 +78,10 @@ def _run(argv: list[str], first: bool) -> None:
     from ullage.cli.train.progress import Writing, device_line, leave_page, missing_device, step_line
     from ullage.cli.train.rehearsal import rehearse, tell
     from ullage.cli.train.summary import Voice, save_and_summarize, script_of
-    from ullage.ranks.world import is_first_of_machine
+    from ullage.ranks.world import rank_here
     from ullage.training.step.metering import num_parameters
 
     command = parse(argv)
-    if not command.run.dry_run and share_settings(command):
-        command = parse(argv)  # a host that the run is new to
     require_adaptable(command)
     say = Voice(first, command.output.json)
     situation = Situation() if command.run.dry_run else look_at(command)  # which may put a folder right
@@ -140,11 +137,10 @@ def _run(argv: list[str], first: bool) -> None:
         if (advice := trainer.packing_advice("--packing_capacity {}")[0]) is not None:
             say(advice)
         with _written(command):
-            if is_first_of_machine():
+            if rank_here() == 0:
                 begin(command, situation)
         if not _train(trainer, progress, command, situation.checkpoint, say):
             leave_page(command, first, say)
-            _send(command)
             return
         with trainer.rank_watch.on():
             summary = {**save_and_summarize(command, trainer, progress), "code": code}
@@ -152,19 +148,7 @@ def _run(argv: list[str], first: bool) -> None:
         if first:
             write_record(command.folder, command, summary)
     leave_page(command, first, say)
-    _send(command)
     say.result(summary)
-
-
-def _send(command: TrainCommand) -> None:
-    """Upload what the end of a run has written, where its output folder is a URL. Collective."""
-    from ullage.ranks.world import agreement
-    from ullage.training.saving.store import store_of_run
-
-    store = store_of_run(command.folder)
-    if store is not None:
-        with agreement("uploading the files of the run"):
-            store.send_run_files()
 
 
 def _model_of(

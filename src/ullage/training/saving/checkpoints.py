@@ -16,26 +16,23 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ullage.checkpoint.core.manifest import manifest_name
-from ullage.checkpoint.core.paths import is_remote
+from ullage.checkpoint.core.manifest import MANIFEST
+from ullage.checkpoint.core.paths import is_url
 from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
-from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
+from ullage.ranks.world import agreement, gather, rank_here
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
-from ullage.training.saving.parts import Readers, bring
 from ullage.training.saving.staging import (
     PARTIAL,
-    Disk,
-    disk_of,
     finish_whole,
     incomplete,
     not_written,
@@ -46,7 +43,6 @@ from ullage.training.saving.staging import (
     staging_of,
     write_into,
 )
-from ullage.training.saving.store import delete_remote, store_of_run
 from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
@@ -89,17 +85,7 @@ class WholeCheckpointMixin(_Base):
         if self._background is None:
             self._background = BackgroundSave(self)
         with self._background.run():
-            output = super()._inner_training_loop(*args, **kwargs)
-        self._send_run_files(is_done=True)
-        return output
-
-    def _send_run_files(self, is_done: bool = False) -> None:
-        """Upload what lies beside the checkpoints of a run that a store keeps. Collective."""
-        store = store_of_run(self.args.output_dir)
-        if store is not None:
-            with agreement("uploading the files of the run"):
-                store.send_run_files()
-            store.is_done = store.is_done or is_done
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -121,7 +107,7 @@ class WholeCheckpointMixin(_Base):
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
             # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
             # here.
-            if best == final or best.exists() or store_of_run(run_dir) is not None:
+            if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
         snapshot = None if background is None else background.snapshot()
@@ -144,7 +130,7 @@ class WholeCheckpointMixin(_Base):
             if self.args.should_save and best_step:
                 self.state.save_to_json(str(place / _STATE))
 
-        if is_first_of_machine():
+        if rank_here() == 0:
             remove_unfinished(run_dir)
         staged = stage_whole(final, write)
         best = self.state.best_model_checkpoint
@@ -153,10 +139,8 @@ class WholeCheckpointMixin(_Base):
             if snapshot is not None:
                 with agreement("writing a checkpoint"), one_line(final):
                     snapshot.write()
-            disk = finish_whole(staged, _require_written)
-            if (store := store_of_run(run_dir)) is not None:
-                store.send(final, disk)
-            self._rotate(run_dir, self.args.save_total_limit, best, final, disk)
+            finish_whole(staged, _require_written)
+            self._rotate(run_dir, self.args.save_total_limit, best, final)
 
         if background is None or snapshot is None:
             finish()
@@ -168,17 +152,11 @@ class WholeCheckpointMixin(_Base):
             self._push_from_checkpoint(str(final))
 
     @staticmethod
-    def _rotate(
-        run_dir: Path, limit: int | None, best: str | None, keep: Path | None, disk: Disk | None = None
-    ) -> None:
-        """Delete older checkpoints on every disk, and in the store of the run. Collective."""
-        store, disk = store_of_run(run_dir), disk or disk_of(run_dir)
+    def _rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
+        """Delete older checkpoints. Collective."""
         with agreement("deleting older checkpoints"):
-            if store is not None and rank_here() == 0:
-                rotate(store.place, limit, best, keep)
-            if disk.is_mine:
-                # A working folder needs the newest and the best: the others are in the store.
-                rotate(run_dir, limit if store is None else 1, best, keep)
+            if rank_here() == 0:
+                rotate(run_dir, limit, best, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
@@ -207,7 +185,6 @@ class WholeCheckpointMixin(_Base):
                 output_dir if output_dir is not None else self.args.output_dir or ".",
                 write_weights,
             )
-        self._send_run_files()
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -220,14 +197,10 @@ class WholeCheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
-        store = store_of_run(best.parent)
-        if self.state.best_model_checkpoint and store is not None:
-            store.fetch(best, Readers.of(self.args))
         if self.state.best_model_checkpoint and any(gather(best.is_dir())):
             finding = examine(best)
             if finding.damage:
                 raise finding.error("the last checkpoint holds the model as it was trained")
-            bring(best, Readers.of(self.args))
         if (sharding := sharding_of(self.model)) is not None:
             sharding.load(best, self.model)
             return
@@ -338,8 +311,7 @@ def is_unfinished(path: Path) -> bool:
 def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
     """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
 
-    ``run_dir`` may lie in a store. Damaged ones are not counted. Age is the time of writing, because a run that went
-    back writes lower steps again.
+    Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
     """
     if limit is None or limit <= 0:
         return
@@ -350,9 +322,6 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     # Protected ones count towards the limit, and stay even where they are more than it allows: of five with a limit of
     # two, of which the best and the newest are protected, three go; with a limit of one, three as well.
     for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
-        if is_remote(path):
-            delete_remote(path)
-            continue
         # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
         away = staging_of(path)
         shutil.rmtree(away, ignore_errors=True)
@@ -363,17 +332,14 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
 
 def _written(checkpoint: Path) -> float:
     """Time at which a checkpoint was written; of one without a manifest, when something was last put into it."""
-    manifest = checkpoint / manifest_name()
+    manifest = checkpoint / MANIFEST
     return (manifest if manifest.is_file() else checkpoint).stat().st_mtime
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
     """The whole checkpoints in an output folder, by rising step; [] if there are none or there is no folder."""
-    folder = folder if is_remote(folder) else Path(folder)
-    found = [
-        path for path in cast(Path, folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0 and path.is_dir()
-    ]
-    return sorted(found, key=step_of)
+    found = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((path for path in found if step_of(path) >= 0 and path.is_dir()), key=step_of)
 
 
 def newest_unharmed(folder: str | Path) -> Path | None:
@@ -419,6 +385,14 @@ def missing_states(checkpoint: Path) -> list[str]:
     """The names of an optimizer's state and a schedule that are not in ``checkpoint``; FSDP's has a name of its own."""
     there = {"optimizer.pt": ("optimizer.pt", "optimizer.bin"), "scheduler.pt": ("scheduler.pt",)}
     return [name for name, names in there.items() if not any((checkpoint / each).is_file() for each in names)]
+
+
+def require_folder(arguments: Any) -> None:
+    """Raise ``InputError`` where a run is to be written to a URL, or gone on with from one."""
+    for name in ("output_dir", "resume_from_checkpoint"):
+        if is_url(where := getattr(arguments, name, None)):
+            hint = "take a folder that all hosts share, and copy it: aws s3 sync"
+            raise InputError("a run lies in a folder", where=f"TrainingArguments.{name}", found=where, hint=hint)
 
 
 #: What of a config decides the shapes of a model's weights.

@@ -34,14 +34,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ullage.checkpoint import Inventory, read
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
+from ullage.ranks.world import agreement, gather, rank_here, several_ranks
 from ullage.training.deepspeed import checkpoints_loaded_by
 from ullage.training.deepspeed.content import Content, prefers_universal, shared_content
 from ullage.training.deepspeed.loading import load_optimizer, load_ranges, load_weights
 from ullage.training.saving.checkpoints import put_back
-from ullage.training.saving.parts import Readers
 from ullage.training.saving.resuming import newest_whole, noise_note, require_whole, state_notes
-from ullage.training.saving.store import local_path, store_of_run
+from ullage.training.saving.staging import require_shared
 from ullage.training.setup import fsdp
 from ullage.training.setup.releases import counts_own_steps
 from ullage.training.setup.sharding import sharding_of
@@ -153,27 +152,27 @@ class Continuation:
 
         Says on rank 0 what a checkpoint lacks, and which damaged ones are passed over.
         """
-        store = store_of_run(self._trainer.args.output_dir)
-        if store is not None:
-            store.arrive()
+        chosen = self._chosen(asked, allow_changed)
+        if several_ranks() and self._trainer.args.save_strategy != "no":
+            require_shared(Path(self._trainer.args.output_dir or "."))
+        return chosen
+
+    def _chosen(self, asked: Any, allow_changed: bool) -> Any:
         if not isinstance(asked, (str, Path)) and asked is not True:
             return asked
-        asked = str(local_path(asked)) if isinstance(asked, (str, Path)) else asked
         args, begins = self._trainer.args, str(asked).lower() == AUTO
         # A save that was killed between its two renames may have moved the only good checkpoint aside.
         with agreement("looking for a checkpoint"):
-            if is_first_of_machine():
+            if rank_here() == 0:
                 put_back(Path(args.output_dir or ".") if begins or asked is True else Path(asked).parent)
         if begins or asked is True:  # the last one, which transformers would look for by itself
             folder = Path(args.output_dir or ".")
-            checkpoint, notes = newest_whole(
-                folder, allow_changed=allow_changed, optimizer=False, readers=Readers.of(args)
-            )
+            checkpoint, notes = newest_whole(folder, allow_changed=allow_changed, optimizer=False)
         else:
             checkpoint = Path(asked)
-            if store_of_run(checkpoint.parent) is None and not any(gather(checkpoint.is_dir())):
+            if not any(gather(checkpoint.is_dir())):
                 return str(checkpoint)
-            notes = require_whole(checkpoint, allow_changed=allow_changed, readers=Readers.of(args))
+            notes = require_whole(checkpoint, allow_changed=allow_changed)
         if checkpoint is None:
             return None if begins else asked
         notes += state_notes(checkpoint)

@@ -12,63 +12,49 @@ from typing import Any
 from torch.nn.modules.dropout import _DropoutNd
 
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import agreement, gather, rank_here
+from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import Finding, examine, remember
-from ullage.training.saving.parts import Readers, bring, names_anywhere
-from ullage.training.saving.store import store_of_run
 
-#: What to do about files on a host that is not in the run.
-_LOST = "start that host again, or copy the file into this folder on any host of the run"
 _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
 
 
-def require_whole(checkpoint: Path, *, allow_changed: bool = False, readers: Readers | None = None) -> list[str]:
+def require_whole(checkpoint: Path, *, allow_changed: bool = False) -> list[str]:
     """Read everything that the manifest of ``checkpoint`` lists. Returns what should be said of it. Collective.
 
-    ``allow_changed``: files that differ from what was written, and can be read, are taken as they are. ``readers``: who
-    goes on from it; what their hosts lack is brought there. Raises ``CheckpointError`` on every rank that names the
-    damaged file and the newest whole checkpoint before this one.
+    ``allow_changed``: files that differ from what was written, and can be read, are taken as they are. Raises
+    ``CheckpointError`` on every rank that names the damaged file and the newest whole checkpoint before this one.
     """
-    finding = _examined(checkpoint, allow_changed, readers)
+    finding = _examined(checkpoint, allow_changed)
     if not finding.damage:
-        return [*finding.notes, *(bring(checkpoint, readers) if readers is not None else [])]
+        return list(finding.notes)
     older = [path for path in listed_in(checkpoint.parent) if -1 < step_of(path) < step_of(checkpoint)]
     # Lazily, the newest first: each look reads a whole checkpoint. Collective, and `older` is the same on every rank.
     before = next((path for path in older if not _problem(_examined(path, allow_changed))), None)
     hint = f"take {before}, the newest whole one before it" if before else "there is no whole one before it"
-    if finding.is_lost:
-        hint += f"; {_LOST}"
     if any(damage.kind in ("size", "changed") for damage in finding.damage):
         hint += f"; if the file was changed on purpose: {_ALLOW}"
     raise finding.error(hint)
 
 
-def newest_whole(
-    folder: Path, *, allow_changed: bool = False, optimizer: bool = True, readers: Readers | None = None
-) -> tuple[Path | None, list[str]]:
+def newest_whole(folder: Path, *, allow_changed: bool = False, optimizer: bool = True) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in ``folder`` that is whole, and what should be said; None if there are none. Collective.
-
-    Whole over all hosts together, where these share no disk; what one of them lacks is brought there.
 
     Args:
         folder: of a run.
         allow_changed: as for :func:`require_whole`.
         optimizer: whether one without an optimizer's state is passed over.
-        readers: who goes on from it; without them nothing is brought anywhere.
 
     Raises ``CheckpointError`` on every rank if there are some and none is whole.
     """
     lines: list[str] = []
     listed = listed_in(folder)
     for path in listed:
-        finding = _examined(path, allow_changed, readers)
-        brought = bring(path, readers) if readers is not None and not finding.damage else []
+        finding = _examined(path, allow_changed)
         problem = _problem(finding, optimizer)
         if problem is None:
-            return path, [*lines, *finding.notes, *brought]
-        what = "not whole on the hosts of this run" if finding.is_lost else "damaged"
-        lines.append(f"{path} is {what} and left as it is: {problem}")
+            return path, [*lines, *finding.notes]
+        lines.append(f"{path} is damaged and left as it is: {problem}")
     # None is whole: raise what is wrong with the newest.
     if listed:
         require_whole(listed[0], allow_changed=allow_changed)
@@ -102,8 +88,8 @@ def draws_noise(model: Any) -> bool:
 
 
 def _num_states(checkpoint: Path) -> int:
-    """Processes whose random states a checkpoint holds, on any host. Collective."""
-    return len(names_anywhere([path.name for path in checkpoint.glob("rng_state*.pth")]))
+    """Processes whose random states a checkpoint holds. Collective."""
+    return gather(len(list(checkpoint.glob("rng_state*.pth"))))[0]
 
 
 def state_notes(checkpoint: Path) -> list[str]:
@@ -126,16 +112,12 @@ def state_notes(checkpoint: Path) -> list[str]:
 
 
 def listed_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder on any host, or in the store of the run, the newest first."""
-    store = store_of_run(folder)
-    names = names_anywhere([path.name for path in checkpoints_in(folder)]) if store is None else store.arrive()
-    return sorted((folder / name for name in names), key=step_of, reverse=True)
+    """The checkpoints in a folder that any host sees, the newest first. Collective."""
+    names = gather([path.name for path in checkpoints_in(folder)] if is_first_of_machine() else [])
+    return sorted((folder / name for name in {name for own in names for name in own}), key=step_of, reverse=True)
 
 
-def _examined(checkpoint: Path, allow_changed: bool, readers: Readers | None = None) -> Finding:
-    store = store_of_run(checkpoint.parent)
-    if store is not None:
-        store.fetch(checkpoint, readers)
+def _examined(checkpoint: Path, allow_changed: bool) -> Finding:
     finding = examine(checkpoint, allow_changed=allow_changed)
     if rank_here() == 0:
         remember(finding)

@@ -8,9 +8,9 @@ thing never touches another, and the next save of the same thing removes what wa
 A folder that is replaced is renamed to ``_checkpoint-8.replaced`` first: :func:`recover` puts it back if the process
 was killed before the new one was in its place.
 
-Machines need not share a disk. Every process that is the first of its machine leaves a mark in the staging folder; the
-lowest mark that a rank sees is the owner of its disk, who writes the manifest of what lies there and puts it in place.
-The ranks of a disk share the reading that the sums of the manifest cost.
+All hosts of a run see the same folders. Rank 0 leaves a mark in the staging folder, which every other rank must find
+there: else its host has a disk of its own, or another process has removed the folder. The ranks share the reading that
+the sums of the manifest cost.
 
 With several processes the ranks agree after each part: if one could not do it, all raise and nothing is renamed.
 
@@ -31,23 +31,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.checkpoint.core.manifest import (
-    Block,
+    MANIFEST,
     blocks_of,
-    elsewhere_name,
     files_in,
-    manifest_name,
-    manifest_text,
     share_of_blocks,
     sums,
+    write_manifest,
 )
 from ullage.core.errors import CheckpointError, TrainingError, UllageError
-from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here, require_same_folder
-from ullage.training.saving.damage import LOST, examine, is_damaged, name_for_damaged
+from ullage.ranks.world import agreement, gather, rank_here, require_same_folder
+from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
 
 #: The staging folder of files that are put into a folder one by one.
 PARTIAL = "_partial"
 
-_MARK = ".rank-"
+_MARK = ".save-"
 _LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 #: What libraries say when a file cannot be written, other than OSError.
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
@@ -108,40 +106,34 @@ def stage_whole(target: str | Path, write: Callable[[Path], None]) -> Staged:
     return _stage(staging, target, lambda _: write(staging / target.name))
 
 
-def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> Disk:
+def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
     """Sum what was written, list it in a manifest, flush it and give it its name. Collective.
-
-    Returns the disk of this rank.
 
     Any thread of a rank may do it (:func:`ullage.ranks.world.meeting_over`). ``check``: as for
     :func:`write_whole`.
     """
     target, staging = staged.target, staged.staging
     place = staging / target.name
-
-    def look() -> None:
-        if not place.is_dir():
+    with agreement("checking what was written"):
+        if not (staging / staged.mark).is_file() or not place.is_dir():
             raise _vanished(target, staging)
-        if check is not None:
+        if rank_here() == 0 and check is not None:
             check(place)
-
-    owner = _owner(staged, look)
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
-    damaged = any(damage.kind != LOST for damage in examine(target).damage)
-    owners, blocks, crcs = _summed(place, owner)
-    host = name_of_host(owner) if len(set(owners)) > 1 else None
-    text = manifest_text(blocks, crcs, host, staged.mark[len(_MARK) : -1]) if owner == rank_here() else ""
-    told = gather(text) if host is not None else {owner: text}
+    damaged = bool(examine(target).damage)
+    with agreement("listing a checkpoint"), one_line(place):
+        files = files_in(place) if rank_here() == 0 else []
+    blocks, everyone = blocks_of(gather(files)[0]), len(gather(None))
+    with agreement("summing a checkpoint"), one_line(place):
+        mine = sums(place, share_of_blocks(blocks, rank_here(), everyone))
+    crcs = [crc for own in gather(mine) for crc in own]  # neighbouring shares in rank order join in block order
     with agreement("putting a checkpoint in its place"), one_line(target):
-        if owner == rank_here() and place.is_dir():
-            # Order matters: manifests are the last files, all of it is on the disk, and only then the name is given.
-            for other in set(owners):
-                name = manifest_name(owner) if other == owner else elsewhere_name(other)
-                (place / name).write_text(told[other], encoding="utf-8")
+        if rank_here() == 0:
+            # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
+            write_manifest(place / MANIFEST, blocks, crcs)
             _flush(place)
             _put(place, target, damaged or is_damaged(target))
-    _clear(staged, owner)
-    return Disk(owner, tuple(rank for rank, own in enumerate(owners) if own == owner))
+    _clear(staged)
 
 
 def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
@@ -149,62 +141,16 @@ def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
     folder = require_same_folder(Path(folder))
     staging = folder / PARTIAL
     staged = _stage(staging, folder, write)
-    owner = _owner(staged, None)
     with agreement("putting files in their place"), one_line(folder):
-        if owner == rank_here():
+        if not (staging / staged.mark).is_file():
+            raise _vanished(folder, staging)
+        if rank_here() == 0:
             _flush(staging)
             for entry in sorted(staging.iterdir()):
                 # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
-                if not entry.name.startswith(_MARK):
+                if entry.name != staged.mark:
                     _put(entry, folder / entry.name)
-    _clear(staged, owner)
-
-
-@dataclass(frozen=True)
-class Disk:
-    """What ranks that see the same folder have in common.
-
-    Attributes:
-        owner: the lowest of them that is the first of its machine, which writes for all.
-        ranks: all of them.
-    """
-
-    owner: int
-    ranks: tuple[int, ...]
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this rank writes for the disk."""
-        return self.owner == rank_here()
-
-
-def name_of_host(owner: int) -> str:
-    """This host, as people know it. ``owner``: of its disk."""
-    return f"{socket.gethostname()} (rank {owner})"
-
-
-def disk_of(folder: Path) -> Disk:
-    """The disk that ``folder`` lies on, as seen by this rank; the folder is made. Collective."""
-    mark = _new_mark()
-    with agreement("looking which hosts share a disk"), one_line(folder):
-        if is_first_of_machine():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{mark}{rank_here()}").touch()
-    owner = _lowest(folder, mark)
-    owners = gather(owner)
-    if is_first_of_machine():
-        (folder / f"{mark}{rank_here()}").unlink(missing_ok=True)
-    return Disk(owners[rank_here()], tuple(rank for rank, own in enumerate(owners) if own == owner))
-
-
-def _new_mark() -> str:
-    # Nobody else knows the token, so the marks tell whether a folder is still the one that was made here.
-    return f"{_MARK}{gather(uuid.uuid4().hex)[0]}-"
-
-
-def _lowest(folder: Path, mark: str) -> int | None:
-    """The lowest rank whose mark is seen in ``folder``."""
-    return min((int(path.name.removeprefix(mark)) for path in folder.glob(f"{mark}*")), default=None)
+    _clear(staged)
 
 
 @dataclass(frozen=True)
@@ -214,7 +160,7 @@ class Staged:
     Attributes:
         target: what it becomes, or becomes part of.
         staging: the folder it was written to.
-        mark: beginning of the names of the marks of its disks.
+        mark: the name of a file in it.
     """
 
     target: Path
@@ -223,16 +169,17 @@ class Staged:
 
 
 def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged:
-    """Write below ``staging`` on all ranks; the first of each machine makes the folder and marks its disk. Collective.
+    """Write below ``staging`` on all ranks; rank 0 makes the folder. Collective.
 
     Args:
         staging: the folder to write to; removed first if it is there.
         target: what it becomes part of, for recovery and for messages.
         write: called with ``staging`` on every rank.
     """
-    mark = _new_mark()
+    # Nobody else knows the token, so the mark tells whether a folder is still the one that was made here.
+    mark = f"{_MARK}{gather(uuid.uuid4().hex)[0]}"
     with agreement("preparing to save"), one_line(target):
-        if is_first_of_machine():
+        if rank_here() == 0:
             if target.is_file():
                 raise CheckpointError("a file lies where the folder should", where=str(target))
             # write_into stages inside its target, which it never moves: there is nothing to recover.
@@ -240,35 +187,42 @@ def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged
                 recover(target)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True, exist_ok=True)
+            (staging / mark).touch()
     with agreement("writing a checkpoint"), one_line(target):
-        if is_first_of_machine():
-            # Local rank 0 of each machine marks the disk it sees. On a shared disk all marks land in one folder, on
-            # separate disks each folder has its own; so the lowest mark names one owner per disk: of two machines with
-            # ranks 0 to 3 and 4 to 7, rank 0 owns the shared disk, or 0 and 4 own one each. Meeting before this block
-            # has made sure that no first rank removes the folder after another has marked it.
-            (staging / f"{mark}{rank_here()}").touch()
+        require_seen(staging / mark, target)
         write(staging)
     return Staged(target, staging, mark)
 
 
-def _owner(staged: Staged, check: Callable[[], None] | None) -> int:
-    """The lowest first rank of a machine that sees the same staging folder as this one, once all have written.
+def require_shared(folder: Path) -> None:
+    """Raise on every rank if a host does not see the folder that rank 0 writes to; it is made. Collective."""
+    mark = folder / f"{_MARK}{gather(uuid.uuid4().hex)[0]}"
+    with agreement("making the folder of the run"), one_line(folder):
+        if rank_here() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    try:
+        with agreement("looking for the folder of the run"):
+            require_seen(mark, folder)
+    finally:
+        if rank_here() == 0:
+            mark.unlink(missing_ok=True)
 
-    Collective. ``check``: called on rank 0; raises if something is missing.
-    """
-    with agreement("checking what was written"):
-        # No mark with this token: another process has removed the folder and perhaps made one of its own.
-        owner = _lowest(staged.staging, staged.mark)
-        if owner is None:
-            raise _vanished(staged.target, staged.staging)
-        if rank_here() == 0 and check is not None:
-            check()
-    return owner
+
+def require_seen(path: Path, folder: Path) -> None:
+    """Raise ``TrainingError`` if this host does not see the file that rank 0 has just made in ``folder``."""
+    if not path.is_file():
+        raise TrainingError(
+            "this host does not see what the host of rank 0 writes",
+            where=f"{folder} on {socket.gethostname()}, rank {rank_here()}",
+            expected="a folder that all hosts of the run share",
+            hint="mount one, and give a path in it",
+        )
 
 
-def _clear(staged: Staged, owner: int) -> None:
-    """Remove the staging folder of this rank's disk."""
-    if owner == rank_here():
+def _clear(staged: Staged) -> None:
+    """Remove the staging folder."""
+    if rank_here() == 0:
         shutil.rmtree(staged.staging, ignore_errors=True)
 
 
@@ -279,22 +233,6 @@ def _vanished(target: Path, staging: Path) -> CheckpointError:
         expected=f"it in {staging}",
         hint="another process saves to the same folder; give each a folder of its own",
     )
-
-
-def _summed(place: Path, owner: int) -> tuple[list[int], list[Block], list[int]]:
-    """By rank the owner of its disk; the blocks of all files in ``place`` and their sums, by the ranks of the disk."""
-    rank = rank_here()
-    with agreement("listing a checkpoint"), one_line(place):
-        files = files_in(place) if owner == rank else None
-    told = gather((owner, files))
-    # Ranks that see the same disk. Each sums a share of the blocks; neighbouring shares in rank order join in block
-    # order.
-    group = [other for other, (theirs, _) in enumerate(told) if theirs == owner]
-    blocks = blocks_of(told[owner][1])
-    with agreement("summing a checkpoint"), one_line(place):
-        mine = sums(place, share_of_blocks(blocks, group.index(rank), len(group)))
-    crcs = [crc for other, own in enumerate(gather(mine)) if other in group for crc in own]
-    return [theirs for theirs, _ in told], blocks, crcs
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
