@@ -2,8 +2,6 @@
 
 import json
 import random
-import shutil
-import tempfile
 
 import fsspec
 import numpy as np
@@ -12,9 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from tests.support.checkpoints import flip
 from ullage import checkpoint
-from ullage.checkpoint.conversion import destination
 from ullage.checkpoint.core import paths
 from ullage.checkpoint.core.reading import Unreadable
 from ullage.cli import convert, inspect, verify
@@ -30,7 +26,6 @@ class Shaky(MemoryFileSystem):
     protocol = "shaky"
     store, pseudo_dirs = {}, [""]
     fetched = 0
-    writes_left: int | None = None
     draw = random.Random(0)
     share = 0.0
     forbidden = False
@@ -51,15 +46,6 @@ class Shaky(MemoryFileSystem):
     def _store_of(self, path):
         return self.store[self._strip_protocol(path)].getvalue()
 
-    def pipe_file(self, path, value, **more):
-        if self.writes_left is not None:
-            if self.writes_left == 0:
-                raise KeyboardInterrupt  # as final as a kill, for what has been written so far
-            type(self).writes_left -= 1
-        if self.draw.random() < self.share:
-            raise OSError("connection reset")
-        super().pipe_file(path, value)
-
 
 fsspec.register_implementation("shaky", Shaky, clobber=True)
 
@@ -69,7 +55,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(paths, "_PAUSE", 0.0)
     MemoryFileSystem.store.clear()
     Shaky.store.clear()
-    Shaky.fetched, Shaky.writes_left, Shaky.share, Shaky.forbidden = 0, None, 0.0, False
+    Shaky.fetched, Shaky.share, Shaky.forbidden = 0, 0.0, False
     Shaky.draw = random.Random(0)
 
 
@@ -89,42 +75,30 @@ def upload(folder, url):
             system.pipe_file(f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
-def content(where):
-    """Bytes by name of everything in a folder or URL, but for what names the source."""
-    if "://" not in str(where):
-        found = {p.relative_to(where).as_posix(): p.read_bytes() for p in where.rglob("*") if p.is_file()}
-    else:
-        system, root = fsspec.core.url_to_fs(where)
-        found = {p[len(root) + 1 :]: system.store[p].getvalue() for p in system.find(root)}
+def content(folder):
+    """Bytes by name of everything in a folder, but for what names the source."""
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert found.pop("ullage.json")
     return found
 
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
-def test_a_url_gives_and_gets_the_bytes_that_a_folder_does(folder, tmp_path, format):
+def test_a_url_gives_the_bytes_that_a_folder_does(folder, tmp_path, format):
     upload(folder, "memory://bucket/source")
     plain = checkpoint.convert(folder, tmp_path / "plain", format=format)
-    wanted = content(tmp_path / "plain")
     for source, target in [
         ("memory://bucket/source", tmp_path / "from"),
-        (folder, "memory://bucket/to"),
-        ("memory://bucket/source", "memory://bucket/both"),
         (f"file://{folder}", f"file://{tmp_path}/file"),
     ]:
         report = checkpoint.convert(source, target, format=format)
-        assert content(tmp_path / "file" if "file:" in str(target) else target) == wanted
+        assert content(tmp_path / "file" if "file:" in str(target) else target) == content(tmp_path / "plain")
         assert (report.num_bytes, report.records_checked, report.notes) == (plain.num_bytes, plain.records_checked, [])
         assert checkpoint.verify(source, target) == []
-    # And back, from what was written there.
-    checkpoint.convert("memory://bucket/both", "memory://bucket/back", format="safetensors")
-    back = content("memory://bucket/back")
-    assert back["model.safetensors"][-64:] == (folder / "model.safetensors").read_bytes()[-64:]
-    assert checkpoint.verify("memory://bucket/both", "memory://bucket/back") == []
-    assert not [p for p in MemoryFileSystem.store if ".journal" in p]
 
 
-def test_verify_sees_a_changed_byte_in_a_store(folder):
-    checkpoint.convert(folder, "memory://bucket/out", format="dcp")
+def test_verify_sees_a_changed_byte_in_a_store(folder, tmp_path):
+    checkpoint.convert(folder, tmp_path / "out", format="dcp")
+    upload(tmp_path / "out", "memory://bucket/out")
     held = MemoryFileSystem.store["/bucket/out/__0_0.distcp"]
     at = held.getbuffer().nbytes // 2
     held.getbuffer()[at] ^= 1
@@ -143,80 +117,24 @@ def test_a_description_is_read_without_its_file(folder, tmp_path):
     assert 1000 < Shaky.fetched < size / 10
 
 
-def test_requests_that_fail_for_now_are_repeated(folder):
+def test_requests_that_fail_for_now_are_repeated(folder, tmp_path):
     upload(folder, "shaky://bucket/source")
     Shaky.share = 0.2
-    checkpoint.convert("shaky://bucket/source", "shaky://bucket/out", format="dcp")
-    assert checkpoint.verify("shaky://bucket/source", "shaky://bucket/out") == []
+    checkpoint.convert("shaky://bucket/source", tmp_path / "out", format="dcp")
+    assert checkpoint.verify("shaky://bucket/source", tmp_path / "out") == []
     Shaky.share = 1.0
-    with pytest.raises(CheckpointError, match="cannot read"):
-        checkpoint.read("shaky://bucket/out")
+    (problem,) = checkpoint.read("shaky://bucket/source").problems()
+    assert problem.what.startswith("cannot read")
 
 
-def test_a_store_that_says_no_is_asked_once(folder):
+def test_a_store_that_says_no_is_asked_once(folder, tmp_path):
     upload(folder, "shaky://bucket/source")
     inventory = checkpoint.read("shaky://bucket/source")
     Shaky.forbidden = True
     (problem,) = checkpoint.read("shaky://bucket/source").problems()
     assert (problem.what, problem.file) == ("cannot read: no", "model.safetensors")
     with pytest.raises(Unreadable, match="run the same command again"):
-        checkpoint.convert(inventory, "memory://bucket/out", format="dcp")
-
-
-@pytest.mark.parametrize("spool_is_there", [True, False])
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
-def test_an_interrupted_upload_is_gone_on_with(folder, monkeypatch, tmp_path, writes, spool_is_there):
-    monkeypatch.setattr(destination, "PARALLEL", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = "shaky://bucket/out"
-    Shaky.writes_left = writes
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.convert(folder, target, format="safetensors")
-    if writes:
-        with pytest.raises(CheckpointError, match="not finished"):
-            checkpoint.read(target)
-    if not spool_is_there:  # another machine
-        for path in tmp_path.iterdir():
-            shutil.rmtree(path)
-    # Written are the mark, then three files, then ``ullage.json``.
-    Shaky.writes_left = 5 - max(1, writes) + (writes == 0)
-    report = checkpoint.convert(folder, target, format="safetensors")
-    assert Shaky.writes_left == 0
-    assert (report.bytes_resumed == report.num_bytes) == (spool_is_there and writes > 0)
-    assert checkpoint.verify(folder, target) == []
-    assert not [p for p in Shaky.store if ".journal" in p]
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_unfinished_conversion_with_other_options_is_not_written_over(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = "shaky://bucket/out"
-    Shaky.writes_left = 2
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.convert(folder, target, format="safetensors")
-    Shaky.writes_left, before = None, {name: data.getvalue() for name, data in Shaky.store.items()}
-    with pytest.raises(InputError, match="the target exists"):
-        checkpoint.convert(folder, target, format="dcp")
-    assert {name: data.getvalue() for name, data in Shaky.store.items()} == before
-    Shaky.store.clear()
-    checkpoint.convert(folder, target, format="dcp")  # what the spool holds is of other options, and goes
-    assert sorted(content(target)) == [".metadata", "__0_0.distcp"]
-
-
-def test_a_target_that_is_there_is_not_touched(folder):
-    Shaky.store.clear()
-    fsspec.filesystem("shaky").pipe_file("shaky://bucket/out/mine.txt", b"mine")
-    with pytest.raises(InputError, match="the target exists"):
-        checkpoint.convert(folder, "shaky://bucket/out", format="dcp")
-    assert list(Shaky.store) == ["/bucket/out/mine.txt"]
-
-
-def test_a_damaged_source_leaves_nothing(folder, tmp_path):
-    checkpoint.convert(folder, tmp_path / "dcp", format="dcp")
-    flip(tmp_path / "dcp" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="fails its checksum"):
-        checkpoint.convert(tmp_path / "dcp", "memory://bucket/out", format="safetensors")
-    assert list(MemoryFileSystem.store) == []
+        checkpoint.convert(inventory, tmp_path / "out", format="dcp")
 
 
 def test_what_cannot_be_is_refused_in_one_line(folder):
@@ -224,22 +142,20 @@ def test_what_cannot_be_is_refused_in_one_line(folder):
         checkpoint.read("nothing://bucket")
     with pytest.raises(CheckpointError, match=r"no such folder \(memory://bucket/none\)"):
         checkpoint.read("memory://bucket/none")
-    upload(folder, "memory://bucket/source")
-    with pytest.raises(InputError, match="inside the source"):
-        checkpoint.convert("memory://bucket/source", "memory://bucket/source/out", format="dcp")
+    with pytest.raises(InputError, match=r"writes to a folder, not to a URL \(memory://bucket/out\). Convert to a folder"):
+        checkpoint.convert(folder, "memory://bucket/out", format="dcp")
+    assert list(MemoryFileSystem.store) == []
 
 
-def test_the_command_line_takes_urls(folder):
+def test_the_command_line_takes_urls(folder, tmp_path):
     upload(folder, "memory://bucket/source")
-    run = CliRunner()
-    told = run.invoke(convert.app, ["memory://bucket/source", "memory://bucket/out", "--to", "dcp", "--json"])
+    run, target = CliRunner(), str(tmp_path / "out")
+    told = run.invoke(convert.app, ["memory://bucket/source", target, "--to", "dcp", "--json"])
     assert told.exit_code == 0, told.output
-    assert json.loads(told.output)["target"] == "memory://bucket/out"
-    assert run.invoke(verify.app, ["memory://bucket/source", "memory://bucket/out"]).exit_code == 0
-    told = run.invoke(inspect.app, ["memory://bucket/out", "--json", "--storage-option", "skip_instance_cache=true"])
+    assert json.loads(told.output)["source"] == "memory://bucket/source"
+    assert run.invoke(verify.app, ["memory://bucket/source", target]).exit_code == 0
+    told = run.invoke(inspect.app, ["memory://bucket/source", "--json", "--storage-option", "skip_instance_cache=true"])
     assert json.loads(told.output)["problems"] == []
-    told = run.invoke(convert.app, ["memory://bucket/out", "memory://bucket/x", "--to", "dcp", "--dry-run"])
-    assert "would write dcp to memory://bucket/x" in told.output
 
 
 def test_storage_options_are_values_or_text():

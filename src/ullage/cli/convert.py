@@ -36,7 +36,7 @@ def convert_checkpoint(
         typer.Argument(metavar="SOURCE", help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL."),
     ],
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A folder that does not exist; its parents are made. Or a URL.")
+        str, typer.Argument(metavar="TARGET", help="A folder that does not exist; its parents are made.")
     ],
     to: Annotated[
         Format, typer.Option(metavar="FORMAT", help=f"The format of the target: {_names(Format)}.")
