@@ -38,7 +38,7 @@ from tests.support.lost_ranks import EVERY, Lives, Story, two_hosts  # noqa: E40
 def main(
     stories: Annotated[int, typer.Option(help="How many, one seed each.")] = 20,
     first: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    limit: Annotated[float, typer.Option(help="Seconds after which a silent rank is lost.")] = 10.0,
+    limit: Annotated[float, typer.Option(help="Seconds above the longest step for which a collective waits.")] = 10.0,
     hosts: Annotated[bool, typer.Option(help="Kill one of two hosts as well.")] = True,
     results: Path = ROOT / "benchmarks" / "results",
 ) -> None:

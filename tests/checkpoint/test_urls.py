@@ -142,7 +142,9 @@ def test_what_cannot_be_is_refused_in_one_line(folder):
         checkpoint.read("nothing://bucket")
     with pytest.raises(CheckpointError, match=r"no such folder \(memory://bucket/none\)"):
         checkpoint.read("memory://bucket/none")
-    with pytest.raises(InputError, match=r"writes to a folder, not to a URL \(memory://bucket/out\). Convert to a folder"):
+    with pytest.raises(
+        InputError, match=r"writes to a folder, not to a URL \(memory://bucket/out\). Convert to a folder"
+    ):
         checkpoint.convert(folder, "memory://bucket/out", format="dcp")
     assert list(MemoryFileSystem.store) == []
 

@@ -48,9 +48,11 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
     from ullage.engines import fsdp
+    from ullage.ranks import lost
     from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
 
     torch.set_num_threads(1)
+    lost.ABOVE_LONGEST = float(os.environ.get("ABOVE_LONGEST", "30"))
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     set_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -76,7 +78,6 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
         folder,
         packing_capacity=128 if form == "packed" else None,
         packing_global_batch_size=BATCH,
-        packing_lost_rank_timeout=float(os.environ.get("LOST_RANK_SECONDS", "30")),
         packing_verify=False,  # which would show the model other sequences first
         per_device_train_batch_size=4,
         max_steps=int(steps),

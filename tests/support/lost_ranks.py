@@ -49,20 +49,22 @@ def train(rank: int, folder: str, life: int | None, options: dict[str, Any]) -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-    from ullage.ranks.watching import RankLost
+    from ullage.ranks import lost
+    from ullage.ranks.lost import RankLost
     from ullage.ranks.world import gather
     from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
 
     imported = time.time()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    lost.ABOVE_LONGEST = options["limit"]
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=1, **sizes))
     zero = {"zero_optimization": {"stage": options["zero"]}, "train_micro_batch_size_per_gpu": "auto"}
     arguments = TrainingArguments(
         folder, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=STEPS, save_steps=EVERY, save_total_limit=2,
         logging_steps=1, learning_rate=1e-3, packing_capacity=256, packing_verify=False,
-        packing_global_batch_size=BATCH, packing_lost_rank_timeout=options["limit"], async_save=options["async_save"],
+        packing_global_batch_size=BATCH, async_save=options["async_save"],
         deepspeed=zero if options["zero"] else None,
     )  # fmt: skip
     if life is None:
@@ -168,7 +170,7 @@ class Story:
 
 
 class Lives:
-    """Runs in ``place``; ``limit``: seconds after which a silent rank is lost."""
+    """Runs in ``place``; ``limit``: seconds above the longest step for which a collective of a step waits."""
 
     def __init__(self, place: Path, limit: float = 10.0, pause: float = 0.05) -> None:
         self.place, self._limit, self._pause = place, limit, pause
@@ -247,11 +249,11 @@ class Lives:
         if life.kind in ("kill", "stop") and others and not is_over:
             if 0 in ended:
                 life.problems.append(f"ended with {life.statuses}")
-            named = text.count(f"rank {life.rank} on ")
-            if named < len(others):
-                life.problems.append(f"{named} of {len(others)} say that rank {life.rank} is lost: {text[-2000:]}")
+            told = text.count("another rank has ended or does not answer")
+            if told < len(others):
+                life.problems.append(f"{told} of {len(others)} say that a rank is lost: {text[-2000:]}")
             bound = 5.0 if life.kind == "kill" else self._limit + 5.0
-            if life.seconds > bound + 10.0:  # on a busy machine
+            if life.seconds > bound + 30.0:  # on a busy machine, of which a step may take as long
                 life.problems.append(f"noticed after {life.seconds} s, bound {bound}")
 
     def history(self, name: str) -> tuple[dict[int, list[int]], dict[int, float]]:
@@ -333,7 +335,7 @@ def two_hosts(lives: Lives, name: str = "hosts") -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"zero": 2, "async_save": False, "limit": None, "pause": 0.05, "full": None}
+    options = {"zero": 2, "async_save": False, "limit": 30.0, "pause": 0.05, "full": None}
     options["hold"] = {"second of 2": 5, "first of 1": 8}
     first, second = Host("first", folder, port, options), Host("second", folder, port, options)
     hosts, seconds = [first, second], {}
@@ -382,8 +384,8 @@ def two_hosts(lives: Lives, name: str = "hosts") -> dict[str, Any]:
     if apart > 2e-6:
         problems.append(f"losses are apart by {apart}")
     text = first.log()
-    if "process has ended" not in text:
-        problems.append(f"nobody said which rank was lost: {text[-2000:]}")
+    if "another rank has ended or does not answer" not in text:
+        problems.append(f"nobody said that a rank was lost: {text[-2000:]}")
     lived = [[path.name.partition("-")[0], _lines(path)[0]["ranks"]] for path in told.iterdir()]
     ranks = [number for _, number in sorted({tuple(each) for each in lived})]
     if ranks[-3:] != [2, 1, 2]:

@@ -3,8 +3,6 @@
 import pytest
 
 from tests.support.lost_ranks import Life, Lives, Story, two_hosts
-from ullage.core.errors import InputError
-from ullage.training import TrainingArguments
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +29,3 @@ def test_each_sequence_of_each_step_is_trained_once_whatever_befalls_the_ranks(s
 def test_one_of_two_hosts_is_killed_and_comes_back(lives):
     told = two_hosts(lives)
     assert told["problems"] == []
-
-
-def test_a_limit_is_seconds(tmp_path):
-    with pytest.raises(InputError, match="packing_lost_rank_timeout is no time: expected seconds"):
-        TrainingArguments(str(tmp_path), packing_lost_rank_timeout=-1.0)

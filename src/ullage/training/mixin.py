@@ -42,7 +42,7 @@ from ullage.mixers.packed_model import require_module
 from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
-from ullage.ranks.watching import RankWatch
+from ullage.ranks.lost import LostRanks
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.shared import SharedPart
 from ullage.training.evaluator import Evaluator, evaluation_loader
@@ -64,7 +64,6 @@ from ullage.training.setup.arguments import (
     PackingOptions,
     form_process_group,
     global_batch_of,
-    lost_rank_timeout,
 )
 from ullage.training.setup.releases import TrainerOfAnyRelease
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
@@ -124,7 +123,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
 
     ``packing_loss``, on the class of a Trainer that computes a loss of its own, says how that loss is divided: "sum",
     "token_mean" or "sequence_mean" (:mod:`ullage.training.loss.divisions`); without it such a trainer is not packed.
-    ``meter``: the metrics of the run. ``stop``: the request to stop after a step. ``rank_watch``: notices lost ranks.
+    ``meter``: the metrics of the run. ``stop``: the request to stop after a step. ``lost_ranks``: what notices them.
     """
 
     packing_loss: str | None = None
@@ -145,11 +144,9 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self.meter, self.stop, self._background = TokenMeter(), StopFlag(), BackgroundSave(self)
         self._reader = BatchReader(self, RaggedTrainerMixin)
         self._packer = Packer(self, self._reader, self.meter, padded_loss_of, image_problem)
-        self.rank_watch = RankWatch(
-            limit=lambda: lost_rank_timeout(self.args), saved=self._what_is_saved, settle=self._background.join
-        )
+        self.lost_ranks = LostRanks(self._what_is_saved)
         self._sharing = StepSharing(self, self._reader, self._packer)
-        parts = (self.meter, self.stop, self._background, self._sharing, self.rank_watch)
+        parts = (self.meter, self.stop, self._background, self._sharing, self.lost_ranks)
         self._steps = StepSource(self, self._reader, self._packer, *parts)
         self._evaluator = Evaluator(self, self._reader, self._packer)
         self._continuation = Continuation(self)
@@ -222,10 +219,9 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         none: one call for a run that is started again and again, on whatever ranks there are.
         ``allow_changed_checkpoint`` takes files that were changed on purpose. Raises ``CheckpointError`` on every rank
         for a checkpoint that is damaged, naming the newest whole one before it, and for one of another model. With no
-        step left, nothing is trained. Where another rank is lost, raises :class:`~ullage.ranks.watching.RankLost`, or
-        ends the process with status 75.
+        step left, nothing is trained. Where another rank is lost, raises :class:`~ullage.ranks.lost.RankLost`.
         """
-        with self.rank_watch.on():
+        with self.lost_ranks.on():
             return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval, allow_changed_checkpoint)
 
     def _train(self, resumed: Any, trial: Any, ignore_keys_for_eval: list[str] | None, allow_changed: bool) -> Any:
@@ -296,11 +292,11 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
                 super()._run_epoch(*args, **progress)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.rank_watch.end_step()
+        self.lost_ranks.end_step(is_quiet=not (self.control.should_save or self.control.should_evaluate))
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _what_is_saved(self) -> str:
-        """The checkpoint that a run goes on from, for a message; called in any thread."""
+        """The checkpoint that a run goes on from, for a message."""
         newest = newest_unharmed(self.args.output_dir or ".")
         if newest is None:
             return f"no checkpoint is in {self.args.output_dir} yet, so the run begins anew"
@@ -308,6 +304,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._continuation.settle_loss()
+        self.lost_ranks.end_step(is_quiet=False)
         return super()._finalize_training(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -142,7 +142,7 @@ def _run(argv: list[str], first: bool) -> None:
         if not _train(trainer, progress, command, situation.checkpoint, say):
             leave_page(command, first, say)
             return
-        with trainer.rank_watch.on():
+        with trainer.lost_ranks.on():
             summary = {**save_and_summarize(command, trainer, progress), "code": code}
     with _written(command):
         if first:

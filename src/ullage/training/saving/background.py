@@ -43,12 +43,15 @@ from ullage.core.replacing import replaced
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
 from ullage.ranks.groups import make_group
+from ullage.ranks.lost import is_of_collective
 from ullage.ranks.world import agreement, meeting_over, several_ranks
 
 if TYPE_CHECKING:
     import transformers
 
 _LOG = logging.getLogger(__name__)
+#: Seconds for a save under way where another rank is lost: it may wait for that one.
+_TO_SETTLE = 5.0
 #: torch's dtypes by the names in safetensors' headers. Packed ones, which have no name there, are not copied.
 _DTYPES = {name: getattr(torch, dtype) for dtype, name in SAFETENSORS.items()}
 
@@ -223,11 +226,15 @@ class BackgroundSave:
             group = make_group(range(dist.get_world_size()), name="savers")
             self._axis = Axis.from_group(group, "savers")
         self.is_on = True
+        seconds = None
         try:
             yield
+        except BaseException as error:
+            seconds = _TO_SETTLE if is_of_collective(error) else None
+            raise
         finally:
             self.is_on = False
-            self.join()
+            self.join(seconds)
             if self.failure is not None:
                 _LOG.error("the checkpoint that was being written is not there: %s", self.failure)
                 self.failure = None

@@ -25,10 +25,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.core.manifest import MANIFEST
 from ullage.checkpoint.core.paths import is_url
-from ullage.core.errors import CheckpointError, InputError, listed
+from ullage.core.errors import CheckpointError, InputError, first_line, listed
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
-from ullage.ranks.world import agreement, gather, rank_here
+from ullage.ranks.lost import CannotMeet
+from ullage.ranks.world import agreement, gather, rank_here, several_ranks
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.saving.damage import examine, is_damaged
 from ullage.training.saving.staging import (
@@ -122,9 +123,11 @@ class WholeCheckpointMixin(_Base):
                 try:
                     super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
                 except Exception as error:
-                    # Engines meet within a save of theirs: who fails between two such meetings leaves the others there.
-                    if (watch := getattr(self, "rank_watch", None)) is not None:
-                        watch.tell_of(error)
+                    # Engines meet within a save of theirs, where this rank comes no more: it ends, and they notice.
+                    if self.is_deepspeed_enabled and several_ranks():
+                        raise CannotMeet(
+                            "a checkpoint cannot be written", where=str(final), found=first_line(error)
+                        ) from error
                     raise
             # The state was written without its best step: write it again.
             if self.args.should_save and best_step:

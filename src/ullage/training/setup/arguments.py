@@ -109,13 +109,6 @@ class TrainingArguments(transformers.TrainingArguments):
             "or fp16, the published peak of the device where it is known."
         },
     )
-    packing_lost_rank_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds after which a rank that gives no sign of life ends the run on all others, with status 75: "
-            "a launcher starts it again. Without it 60 s above the longest step seen; 0 is off."
-        },
-    )
     async_save: bool = field(
         default=False,
         metadata={
@@ -142,7 +135,6 @@ class TrainingArguments(transformers.TrainingArguments):
         self.packing_capacity, self.packing_capacities = _read_capacities(
             self.packing_capacity, self.packing_capacities
         )
-        lost_rank_timeout(self)
         super().__post_init__()
         join_deepspeed(self)
 
@@ -209,14 +201,6 @@ def _by_name(text: str) -> dict[str, int]:
             raise InputError("packing_capacities is unknown", expected="tokens=8192,patches=16384", found=repr(text))
         found[name.strip()] = int(number)
     return found
-
-
-def lost_rank_timeout(arguments: Any) -> float | None:
-    """``packing_lost_rank_timeout``, in seconds. Raises ``InputError`` if it is negative."""
-    seconds = getattr(arguments, "packing_lost_rank_timeout", None)
-    if seconds is not None and not seconds >= 0:
-        raise InputError("packing_lost_rank_timeout is no time", expected="seconds, 0 for none, or None", found=seconds)
-    return seconds
 
 
 def join_deepspeed(arguments: Any) -> None:

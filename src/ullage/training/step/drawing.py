@@ -37,7 +37,7 @@ from ullage.core.errors import CheckpointError, DistributedError, TrainingError
 from ullage.core.layout import Int64
 from ullage.exchange.source import deal
 from ullage.ranks import Axis, agree
-from ullage.ranks.watching import RankWatch
+from ullage.ranks.lost import LostRanks
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import SampleIndices, divide_exactly
@@ -183,7 +183,7 @@ class StepSource:
         stop: the request to stop, which the ranks agree on before every step.
         background: the save that may be under way, whose failure ends training before the next step.
         sharing: of steps over the ranks, where a global batch is asked for.
-        watch: over the ranks, which is told where this one is.
+        lost_ranks: told when a step begins, and when all ranks are in it.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class StepSource:
         stop: StopFlag,
         background: BackgroundSave,
         sharing: StepSharing,
-        watch: RankWatch,
+        lost_ranks: LostRanks,
     ) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self._meter, self._stop, self._background = meter, stop, background
-        self._sharing, self._watch = sharing, watch
+        self._sharing, self._lost_ranks = sharing, lost_ranks
         self._epoch: Epoch | None = None
         self._indices: SampleIndices | None = None
         self._is_empty = False
@@ -385,7 +385,7 @@ class StepSource:
         self._is_empty = False
         if epoch.ended:
             return [], None
-        self._watch.begin_step()
+        self._lost_ranks.begin_step()
         if self._sharing.is_on:
             return self._shared_step(epoch, epoch_iterator, device)
         if self._packer.packs_drawn:
@@ -620,10 +620,10 @@ class StepSource:
             return mine
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         # The first meeting of a step: whoever is ready early waits here for the last.
-        self._watch.end_drawing()
         with self._meter.times.measure("wait"):
             ranks = self._trainer.accelerator.gather(mine)
         assert isinstance(ranks, Tensor)
+        self._lost_ranks.met()
         return ranks
 
     def _num_items(self, labels: Tensor, complete: bool) -> Tensor | None:
