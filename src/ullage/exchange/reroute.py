@@ -12,8 +12,8 @@ Copies of a value on its way from the collator to the model, and the reason for 
 1. sample -> batch, in ``RaggedBatch.from_samples``: samples lie apart in memory, a batch is flat. None where samples
    are given to :func:`exchange` itself.
 2. batch or sample -> block: who receives it finds it in one piece. None for what stays on its rank.
-3. block -> received, by the network. None for what stays on its rank or on its machine.
-4. received (or the neighbour's block, or, for what stays, the batch) -> microbatches: blocks arrive by source,
+3. block -> received, by the network. None for what stays on its rank.
+4. received (or, for what stays, the batch) -> microbatches: blocks arrive by source,
    microbatches are in the plan's order, with padding.
 5. ``to_flattened`` adds views, and one copy of the labels, whose first entry per sequence becomes -100.
 
@@ -40,7 +40,6 @@ from ullage.exchange.lengths import Lengths
 from ullage.exchange.transfer import Parcel, route, unpack, write_blocks
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis, Topology, gather_agreed, tried
-from ullage.ranks.memory import Neighbours, Notice, neighbours
 from ullage.ranks.wire import settling
 
 #: What holds samples: a batch, several batches one after another, or samples as mappings of names to values.
@@ -115,25 +114,22 @@ def exchange_columns(
 ) -> list[RaggedBatch]:
     """:func:`exchange` of samples already read, by a rank that may have failed already: then every rank raises."""
     axis = topology.dp
-    near = neighbours(axis)
     parcel = None
     if failure is None:
-        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered, near))
+        parcel, failure = tried(lambda: _prepare(plan, columns, axis, gathered))
     own = None if columns is None else columns.schema
     shapes = {} if columns is None or failure is not None else columns.shapes
-    schemas, notices, shapes = _agree(
-        "" if plan is None else plan.digest, own or Schema(), shapes, near.notice, failure, axis, gathered
-    )
-    near.meet(notices, axis)
+    digest = "" if plan is None else plan.digest
+    schemas, shapes = _agree(digest, own or Schema(), shapes, failure, axis, gathered)
     assert plan is not None  # or it would have raised
     assert parcel is not None
     schema = common_schema(schemas, axis.ranks or [0])
     # Views of where the values arrived, until the next exchange; packing copies them.
-    values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, near, notices, shapes)
+    values, device = unpack(parcel, plan.all_members(axis.rank), schemas, schema, axis, shapes)
     return _packed(schema, values, plan.layouts(axis.rank), device)
 
 
-def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths, near: Neighbours) -> Parcel:
+def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: Lengths) -> Parcel:
     if plan is None or columns is None:
         raise InputError("there is no plan or there are no samples to exchange")
     _check(plan, columns, axis, gathered)
@@ -142,7 +138,7 @@ def _prepare(plan: Plan | None, columns: Columns | None, axis: Axis, gathered: L
     mine = slice(first, first + len(columns.lengths))
     kept = np.where(plan.bins[mine] < 0, columns.lengths, plan.lengths[mine])
     columns.require_uncut(kept, lambda i: _local_sample(i, axis))
-    return write_blocks(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis, near)
+    return write_blocks(columns, plan.lengths, route(plan, gathered, axis.rank), first, axis)
 
 
 @torch.no_grad()
@@ -234,14 +230,13 @@ def _agree(
     digest: str,
     schema: Schema,
     shapes: Mapping[str, Int64],
-    notice: Notice,
     failure: Exception | None,
     axis: Axis,
     gathered: Lengths,
-) -> tuple[list[Schema], list[Notice], dict[str, Int64]]:
-    """The header: the schema of each rank, where its blocks are and the shapes of items, or an error on every rank."""
+) -> tuple[list[Schema], dict[str, Int64]]:
+    """The header: the schema of each rank and the shapes of items, or an error on every rank."""
     fields = schema.to_list()
-    record: dict[str, Any] = {"plan": digest, "schema": fields, "memory": notice}
+    record: dict[str, Any] = {"plan": digest, "schema": fields}
     if shapes:
         record["items"] = {name: each.tolist() for name, each in shapes.items()}
     records = gather_agreed(record, axis, "preparing its samples for the exchange", failure)
@@ -264,7 +259,7 @@ def _agree(
         for name, rows in other.get("items", {}).items():
             if rows:
                 everywhere[name][gathered.offsets[k] : gathered.offsets[k + 1]] = rows
-    return schemas, [other["memory"] for other in records], everywhere
+    return schemas, everywhere
 
 
 def common_schema(schemas: Sequence[Schema], names: Sequence[int]) -> Schema:

@@ -3,13 +3,11 @@
 A rank's block for another holds, field by field, the values of the sequences that go there, in the order in which they
 will be packed; every field starts on a 16-byte boundary. Both ends know the plan, the counts and the schema, so they
 know the size of every block: nothing is parsed, and a block may be empty. Of fields by item, whose sizes no plan knows,
-the shapes went round with the schema. Blocks for ranks of the same machine are
-written into memory that these ranks read (:mod:`ullage.ranks.memory`); all others go by ONE all-to-all of bytes, which
-is left out where no rank needs it. What stays on its rank is not written anywhere.
+the shapes went round with the schema. All blocks go by ONE all-to-all of bytes. What stays on its rank is not written
+anywhere.
 
 :func:`write_blocks` and :func:`unpack` are each one copy of every value: rows to blocks, and blocks to microbatches
-with their padding. Between them the ranks agree and map what neighbours wrote
-(:meth:`ullage.ranks.memory.Neighbours.meet`).
+with their padding. Between them the ranks agree.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ullage.core.columns import NO_ITEMS, Columns, Schema, aligned
+from ullage.core.columns import NO_ITEMS, Columns, Schema
 from ullage.core.items import in_shapes
 from ullage.core.layout import Int64, counting
 from ullage.exchange.lengths import Lengths
 from ullage.planning.plans import Plan
 from ullage.ranks import Axis
-from ullage.ranks.memory import Neighbours, Notice
 from ullage.ranks.wire import all_to_all_bytes, block_order, scratch
 
 
@@ -96,8 +93,8 @@ class Parcel:
     Attributes:
         path: which sequences go where.
         lengths [all sequences]: tokens of each sequence that travel.
-        payload: the blocks that take the network, in the order of :func:`ullage.ranks.wire.block_order`.
-        sizes: bytes of each of them, by coordinate; 0 for neighbours and for this rank itself.
+        payload: the blocks, in the order of :func:`ullage.ranks.wire.block_order`.
+        sizes: bytes of each of them, by coordinate; 0 for this rank itself.
         own: the values that stay, by field, in packing order.
     """
 
@@ -108,7 +105,7 @@ class Parcel:
     own: dict[str, list[Tensor]]
 
 
-def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis, near: Neighbours) -> Parcel:
+def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis: Axis) -> Parcel:
     """The blocks of one rank. ``first``: id of its first sequence; ``lengths`` [all]: tokens of each that travel."""
     # Ranks may hold their fields in different orders; the order of the names is one.
     schema = (columns.schema or Schema()).by_name()
@@ -116,36 +113,21 @@ def write_blocks(columns: Columns, lengths: Int64, path: Route, first: int, axis
     elements = elements_between(columns.shapes, path.sends - first, path.send_cuts)
     sizes = schema.block_bytes(np.diff(path.send_cuts), tokens, elements).tolist()
     sizes[axis.rank] = 0
-    far = [0 if close else size for size, close in zip(sizes, near.near)]
-    payload = scratch("payload", sum(far), columns.device)
-    start, far_start = aligned(8 * axis.size), 0
-    room = near.room(start + sum(sizes) - sum(far)) if any(near.near) else payload
-    # The reader finds its block by the table at the beginning of the room.
-    table = np.zeros(axis.size, np.int64)
+    payload, start = scratch("payload", sum(sizes), columns.device), 0
     for destination in block_order(axis):
-        size = sizes[destination]
-        if not size:
+        if not sizes[destination]:
             continue
-        if near.near[destination]:
-            table[destination] = start
-            target, start, begin = room, start + size, start
-        else:
-            target, far_start, begin = payload, far_start + size, far_start
         ids = path.sent_to(destination)
         pieces = columns.rows((ids - first).tolist(), lengths[ids])
         counts = len(ids), int(tokens[destination]), {name: each[destination] for name, each in elements.items()}
-        for name, view in schema.blocks(target, begin, *counts).items():
+        for name, view in schema.blocks(payload, start, *counts).items():
             join = torch.stack if name in schema.per_sequence else torch.cat
             if name in elements:
                 pieces[name] = [value.reshape(-1) for value in pieces[name]]
-            if view.device == columns.device:
-                join(pieces[name], out=view)
-            else:  # rows on a device for a neighbour's memory
-                view.copy_(join(pieces[name]))
-    if any(near.near):
-        room[: 8 * axis.size].view(torch.int64).copy_(torch.from_numpy(table))
+            join(pieces[name], out=view)
+        start += sizes[destination]
     own = path.received_from(axis.rank)
-    return Parcel(path, lengths, payload, far, columns.rows((own - first).tolist(), lengths[own]))
+    return Parcel(path, lengths, payload, sizes, columns.rows((own - first).tolist(), lengths[own]))
 
 
 def unpack(
@@ -154,8 +136,6 @@ def unpack(
     schemas: Sequence[Schema],
     schema: Schema,
     axis: Axis,
-    near: Neighbours,
-    notices: Sequence[Notice],
     shapes: Mapping[str, Int64] = NO_ITEMS,
 ) -> tuple[dict[str, list[Tensor]], torch.device]:
     """The values of the sequences ``wanted``, by field, in that order: views of where they arrived; and their device.
@@ -168,28 +148,20 @@ def unpack(
     tokens = tokens_between(parcel.lengths, path.receives, path.receive_cuts)
     elements = elements_between(shapes, path.receives, path.receive_cuts)
     sizes = _sizes(schemas, counts, tokens, elements, axis.rank)
-    received = parcel.payload
-    if not near.everybody:
-        far = [0 if close else size for size, close in zip(sizes, near.near)]
-        received = all_to_all_bytes(parcel.payload, parcel.sizes, far, axis)
-    # Neighbours share the memory of the host.
-    device = torch.device("cpu") if any(near.near) else received.device
+    received = all_to_all_bytes(parcel.payload, parcel.sizes, sizes, axis)
+    device = received.device
     dtypes = {field.name: field.dtype for field in schema.fields}
     values: dict[str, list[Tensor]] = {name: [] for name in schema.names}
     start, arrived = 0, [np.zeros(0, np.int64)]
     for source in block_order(axis):
         if not sizes[source]:
             continue
-        if near.near[source]:
-            buffer = near.read(source, notices[source])
-            begin = int(buffer[8 * axis.rank : 8 * axis.rank + 8].view(torch.int64).item())
-        else:
-            buffer, begin, start = received, start, start + sizes[source]
         ids = path.received_from(source)
         arrived.append(ids)
         lengths = parcel.lengths[ids].tolist()
         some = {name: int(each[source]) for name, each in elements.items()}
-        views = schemas[source].by_name().blocks(buffer, begin, len(ids), int(tokens[source]), some)
+        views = schemas[source].by_name().blocks(received, start, len(ids), int(tokens[source]), some)
+        start += sizes[source]
         for name, view in views.items():
             # Each source's blocks are in its own dtypes; conversion copies only where they differ.
             view = view if view.dtype == dtypes[name] else view.to(dtypes[name])
