@@ -1,12 +1,10 @@
 """Moving a global batch: against a bare all-to-all of the same bytes, behind a training step, and for 10,000 ranks.
 
 Three tables. The first runs ``exchange`` and a bare ``all_to_all_single`` of as many bytes in turn, on processes of
-one machine over gloo, and divides the medians of the slowest rank's times. ``exchange`` reads neighbours' memory;
-``over the network`` is what ranks of several machines do: the same with ``ULLAGE_SHARED_MEMORY=0``, and ``on the wire``
-its header and all-to-all alone, without packing and unpacking. ``CPU`` is processor time of all ranks together. The
-second runs a
-training loop whose step only sleeps, and asks what part of its time the iterator took. The third plans for many ranks
-in one process and follows every sequence from the rank that holds it to the rank that runs it.
+one machine over gloo, and divides the medians of the slowest rank's times. ``on the wire`` is its header and all-to-all
+alone, without packing and unpacking. ``CPU`` is processor time of all ranks together. The second runs a training loop
+whose step only sleeps, and asks what part of its time the iterator took. The third plans for many ranks in one process
+and follows every sequence from the rank that holds it to the rank that runs it.
 
     python benchmarks/exchange.py                     # everything, about a minute
     python benchmarks/exchange.py --megabytes 64
@@ -53,11 +51,9 @@ class Run:
 
     bare: float
     exchange: float
-    network: float
     wire: float
     bare_cpu: float
     exchange_cpu: float
-    network_cpu: float
 
 
 class Ranks:
@@ -92,21 +88,15 @@ def exchange_rank(rank: int, world: int, port: int, megabytes: float, runs: int,
         dist.all_to_all_single(received, block, receives, sends)
         return received
 
-    # A group of its own for the network: who is a neighbour is found out once per group.
-    os.environ["ULLAGE_SHARED_MEMORY"] = "0"
-    network = Topology.from_groups(dp=dist.new_group(list(range(world))))
-    exchange(plan, samples, network, gathered)
-    os.environ["ULLAGE_SHARED_MEMORY"] = "1"
     wire = _timed(reroute, "_agree"), _timed(transfer, "all_to_all_bytes")
     measured = []
     for _ in range(runs + 2):
         bare_time, bare_cpu = _measure(bare)
-        full_time, full_cpu = _measure(lambda: exchange(plan, samples, ranks.topology, gathered))
         for part in wire:
             part.clear()
-        far_time, far_cpu = _measure(lambda: exchange(plan, samples, network, gathered))
-        slowest = ranks.over_ranks([bare_time, full_time, far_time, sum(map(sum, wire))], dist.ReduceOp.MAX)
-        measured.append(Run(*slowest, *ranks.over_ranks([bare_cpu, full_cpu, far_cpu], dist.ReduceOp.SUM)))
+        full_time, full_cpu = _measure(lambda: exchange(plan, samples, ranks.topology, gathered))
+        slowest = ranks.over_ranks([bare_time, full_time, sum(map(sum, wire))], dist.ReduceOp.MAX)
+        measured.append(Run(*slowest, *ranks.over_ranks([bare_cpu, full_cpu], dist.ReduceOp.SUM)))
     if rank == 0:
         report = {"bytes": sum(sends), "sequences": len(samples), "runs": [asdict(run) for run in measured[2:]]}
         Path(out).write_text(json.dumps(report))
@@ -247,10 +237,8 @@ def main(
     console.print(_ranks_table(many))
     summary = {
         "exchange over bare": _ratio(moved["runs"], "exchange", "bare"),
-        "over the network over bare": _ratio(moved["runs"], "network", "bare"),
         "on the wire over bare": _ratio(moved["runs"], "wire", "bare"),
         "exchange over bare, CPU": _ratio(moved["runs"], "exchange_cpu", "bare_cpu"),
-        "over the network over bare, CPU": _ratio(moved["runs"], "network_cpu", "bare_cpu"),
         "lost without prefetch": lost[0],
         "lost with prefetch": lost[1],
     }
@@ -275,11 +263,9 @@ def _exchange_table(world: int, moved: dict[str, Any]) -> Table:
     for name, over, under in (
         ("bare all_to_all_single", "bare", "bare"),
         ("exchange", "exchange", "bare"),
-        ("exchange over the network", "network", "bare"),
         ("of it on the wire", "wire", "bare"),
         ("bare, CPU", "bare_cpu", "bare_cpu"),
         ("exchange, CPU", "exchange_cpu", "bare_cpu"),
-        ("exchange over the network, CPU", "network_cpu", "bare_cpu"),
     ):
         median = statistics.median(run[over] for run in moved["runs"])
         table.add_row(name, f"{1000 * median:.1f}", f"{_ratio(moved['runs'], over, under):.2f}")

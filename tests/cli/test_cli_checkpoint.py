@@ -165,7 +165,7 @@ WITHOUT = """
 import os, sys
 for module in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[module] = None
-for name in ("pread", "preadv", "pwrite", "O_CLOEXEC", "getuid", "sched_getaffinity", "memfd_create", "posix_fadvise"):
+for name in ("pread", "preadv", "pwrite", "O_CLOEXEC", "getuid", "sched_getaffinity", "posix_fadvise"):
     delattr(os, name)
 """
 READ = """

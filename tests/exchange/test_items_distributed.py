@@ -8,11 +8,8 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("memory", [(0, 1, 2), (), (0, 1)], ids=["memory", "network", "both"])
-def test_exchange_is_materialize_for_ranks_with_images_beside_ranks_with_text_alone(memory):
-    for rank, (with_rows, near) in enumerate(values(run(cases.text_and_pictures, 3, memory))):
-        assert with_rows > 3  # or nothing was compared
-        assert near == [other != rank and {rank, other} <= set(memory) for other in range(3)]
+def test_exchange_is_materialize_for_ranks_with_images_beside_ranks_with_text_alone():
+    assert min(values(run(cases.text_and_pictures, 3))) > 3  # or nothing was compared
 
 
 def test_shared_microbatches_are_the_source_s_whichever_of_them_have_images():

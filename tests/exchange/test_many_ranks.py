@@ -8,7 +8,6 @@ import ullage
 from ullage.core.columns import Columns, Schema
 from ullage.exchange import Lengths, materialize, route, transfer
 from ullage.ranks import Topology
-from ullage.ranks.memory import Neighbours
 
 
 @pytest.mark.parametrize(("ranks", "dp", "per_rank"), [(768, 768, 1.5), (768, 96, 3), (7, 7, 9)])
@@ -23,12 +22,11 @@ def test_every_byte_that_is_sent_arrives_where_the_plan_wants_it(monkeypatch, ra
     # dp·tp ranks: those of one dp coordinate do the same, and the first of them stands for all.
     axes = [Topology.grid(rank, dp=dp, tp=ranks // dp).dp for rank in range(0, ranks, ranks // dp)]
     assert [axis.rank for axis in axes] == list(range(dp))
-    alone = Neighbours([False] * dp, everybody=False)
     parcels, schemas, in_transit = [], [], {}
     for axis in axes:
         first = int(gathered.offsets[axis.rank])
         mine = Columns.read(samples[first : first + int(counts[axis.rank])])
-        parcel = transfer.write_blocks(mine, plan.lengths, route(plan, gathered, axis.rank), first, axis, alone)
+        parcel = transfer.write_blocks(mine, plan.lengths, route(plan, gathered, axis.rank), first, axis)
         parcels.append(parcel)
         schemas.append(mine.schema or Schema())
         for to, block in enumerate(parcel.payload.clone().split(parcel.sizes)):
@@ -45,7 +43,7 @@ def test_every_byte_that_is_sent_arrives_where_the_plan_wants_it(monkeypatch, ra
     arrived = []
     for axis, parcel in zip(axes, parcels):
         wanted = plan.all_members(axis.rank)
-        columns, _ = transfer.unpack(parcel, wanted, schemas, schema, axis, alone, [()] * dp)
+        columns, _ = transfer.unpack(parcel, wanted, schemas, schema, axis)
         arrived += [int(i) for i in columns["id"]]
         assert arrived[len(arrived) - len(wanted) :] == wanted.tolist()
         for i, values in zip(wanted.tolist(), columns["input_ids"], strict=True):

@@ -1,7 +1,6 @@
 """Samples with images, and what the ranks of the tests of items run. Imports no pytest."""
 
 import itertools
-import os
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ import ullage
 from tests.support.exchange_cases import flat, ids_of, lengths_of
 from ullage.exchange import PackedIterator, exchange, gather_lengths, materialize, share
 from ullage.ranks import Axis, Topology
-from ullage.ranks.memory import neighbours
 
 
 def pictured(i, length, images=(), clip=0, dtype=torch.float32):
@@ -66,9 +64,8 @@ def equal_samples(got, want):
         assert torch.equal(got[name], value), name
 
 
-def text_and_pictures(rank, world, memory):
-    """Exchange is materialize, where ranks have images, or text only, or nothing. ``memory``: ranks that map theirs."""
-    os.environ["ULLAGE_SHARED_MEMORY"] = str(int(rank in memory))
+def text_and_pictures(rank, world):
+    """Exchange is materialize, where ranks have images, or text only, or nothing."""
     topology = Topology.from_groups(dp=dist.group.WORLD)
     with_rows = 0
     for seed, texts, count in ((0, (), 40), (1, (0,), 40), (2, range(world), 20), (3, (1, 2), 40), (4, (), 2)):
@@ -91,8 +88,7 @@ def text_and_pictures(rank, world, memory):
             elif given is halves:
                 exchange(plan, [], topology, gathered)
         with_rows += sum(bool(batch.items) for batch in want)
-    os.environ.pop("ULLAGE_SHARED_MEMORY")
-    return with_rows, neighbours(topology.dp).near
+    return with_rows
 
 
 def shared_pictures(rank, world):
