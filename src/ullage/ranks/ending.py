@@ -3,15 +3,12 @@
 A collective of gloo is run by a thread of its group. The thread wakes the caller first and lets go of the collective's
 tensors after that, for which it needs the interpreter's lock. If the interpreter has begun to end by then, CPython ends
 the thread by unwinding it through frames that must not be unwound, and the process aborts: "terminate called without an
-active exception", status -6 after a run in which everything went well. ``destroy_process_group`` joins the threads of
-those groups that nobody else refers to; a DistributedDataParallel model, an engine or a variable of the caller's script
-is enough to keep the others running.
+active exception", status -6 after a run in which everything went well.
 
-So before the interpreter ends, :func:`end_groups` ends our own threads, waits until every thread of gloo has let go of
-what it ran and sleeps, and destroys the groups then. It runs at exit in every process in which something of ours that
-talks between ranks was made (:func:`end_groups_at_exit`). Threads that sleep have no collective under way, so
-destroying the groups waits for no other rank. After an error, where one may be under way that no rank will ever join,
-nothing is destroyed.
+So before the interpreter ends, :func:`end_groups` ends our own threads, leaves gloo's some time to let go, and destroys
+the groups, which joins the threads of those that nobody else refers to. It runs at exit in every process in which
+something of ours that talks between ranks was made (:func:`end_groups_at_exit`). After an error, where a collective may
+be under way that no rank will ever join, nothing is destroyed.
 
 Source: ``ProcessGroupGloo::runLoop`` of torch 2.13; ``take_gil`` of CPython 3.11.
 """
@@ -21,23 +18,18 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
 #: Seconds that a thread gets to let go: of a run that ended well, and after an error, when others wait for this rank.
 _PATIENCE, _AFTER_ERROR = 10.0, 0.5
-#: The name that torch gives gloo's threads, as Linux cuts it.
-_WORKER = "pt_gloo_runloop"
-_THREADS = Path("/proc/self/task")
-#: The number of the system call futex.
-_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
-_FUTEX_WAIT_BITSET, _COMMAND = 9, 0x7F
+#: Seconds for gloo's threads, which let go within microseconds where they have a processor.
+_TO_LET_GO = 0.15
 
 LetGo = Callable[[float], bool]
 
@@ -65,71 +57,33 @@ def end_groups_at_exit() -> None:
 
 
 def end_groups(within: float = _PATIENCE, *, destroy: bool = True) -> bool:
-    """End our threads, wait for gloo's, and destroy the process groups if there are any left.
+    """End our threads, and destroy the process groups if there are any left.
 
-    ``within``: seconds to wait in all; nothing is waited for where every thread sleeps. Returns whether the interpreter
-    can end without harm, as far as this process can tell: False where a collective is under way, and then nothing is
-    destroyed, since that would wait for ranks that may never come.
+    ``within``: seconds to wait in all. Returns whether the interpreter can end without harm, as far as this process can
+    tell: False where a thread of ours or a collective is still under way.
     """
     if _process != os.getpid():
         return True
     until = time.monotonic() + within
     ended = [let_go(until) for let_go in _let_go]  # all of them, also after one that could not
-    asleep = _workers_sleep(until)
-    if not all(ended) or asleep is False:
+    if not all(ended):
         return False
-    if destroy and dist.is_available() and dist.is_initialized():
-        with suppress(Exception):  # the process is over: whatever a backend says now concerns nobody
-            dist.destroy_process_group()
-        if asleep is None:  # it cannot be seen: what lies in cycles is freed while there is an interpreter to do it
-            gc.collect()
-    return True
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    time.sleep(_TO_LET_GO)  # without the interpreter's lock, which they need
+    if not destroy:
+        return True
+    gc.collect()  # models in cycles, which refer to groups
+    # It waits for a collective that is under way, which other ranks may never join.
+    destroying = threading.Thread(target=_destroy, name="ullage ending", daemon=True)
+    destroying.start()
+    destroying.join(max(0.0, until - time.monotonic()))
+    return not destroying.is_alive()
 
 
-def _workers_sleep(until: float) -> bool | None:
-    """Wait until all of gloo's threads wait for work; whether they do. None where the system does not tell."""
-    before: list[str] | None = None
-    while True:
-        states = _states_of_workers()
-        if states is None:
-            return None
-        if all(map(waits_for_work, states)):
-            # Twice alike: a thread may have been seen before another one gave it something to do.
-            if not states or states == before:
-                return True
-            before = states
-        else:
-            before = None
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.001)  # without the interpreter's lock, which they need
-
-
-def _states_of_workers() -> list[str] | None:
-    """The system call in which each of gloo's threads is, as Linux writes it; None where it does not."""
-    if _FUTEX is None or not (_THREADS / str(os.getpid()) / "syscall").is_file():
-        return None
-    states = []
-    for thread in os.listdir(_THREADS):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            if (_THREADS / thread / "comm").read_text().strip() == _WORKER:
-                states.append(f"{thread} {(_THREADS / thread / 'syscall').read_text()}")
-    return states
-
-
-def waits_for_work(state: str, futex: str | None = _FUTEX) -> bool:
-    """Whether a thread sleeps on a condition variable without a limit, as gloo's do between two collectives.
-
-    ``state``: the thread and what ``/proc/self/task/*/syscall`` holds. ``futex``: the number of that system call.
-
-    A thread that waits for the interpreter's lock, or for another rank, has a limit; one that waits for a mutex uses
-    another operation.
-    """
-    fields = state.split()
-    if len(fields) < 6 or fields[1] != futex:
-        return False
-    operation, timeout = int(fields[3], 16), int(fields[5], 16)
-    return operation & _COMMAND == _FUTEX_WAIT_BITSET and timeout == 0
+def _destroy() -> None:
+    with suppress(Exception):  # the process is over: whatever a backend says now concerns nobody
+        dist.destroy_process_group()
 
 
 @atexit.register
