@@ -106,8 +106,6 @@ ALIASES = {
     "dp_balanced": "next_fit",
     "empty": PREASSIGNED,
 }
-#: Operations of improvement: for any plan, for each item, and for plans of more than so many items.
-_BUDGET, _BUDGET_EACH, _BUDGET_MANY, _MANY = 60_000, 85, 400_000, 32768
 #: Microseconds per item as plain Python: on one rank each, on as many as it needs, and in arrival order.
 _EACH, _EACH_SHARED, _EACH_IN_ORDER = 250, 700, 1
 
@@ -128,10 +126,8 @@ def balanced(task: Task) -> Assignment:
             found = balanced(by_slots)
             if _holds(task, found):
                 return found
-    # Improvement grows with the items up to a point: above ``_MANY`` a fixed budget keeps planning quick.
     least = task.least_microbatches()
-    budget = _BUDGET_MANY if task.num_items > _MANY else _BUDGET + _BUDGET_EACH * task.num_items
-    rest = _room(task), task.ranks, least, task.microbatch_multiple, budget
+    rest = _room(task), task.ranks, least, task.microbatch_multiple
     if task.shared_slots is None or task.shared_costs is None or task.shared_degrees is None or not least:
         place = balance_totals if task.sync == "step" else balance
         return Assignment(*run(place, _items(task), *rest, work=_EACH * task.num_items))

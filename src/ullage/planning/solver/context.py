@@ -28,7 +28,6 @@ import numpy as np
 from ullage.core.layout import Int64
 from ullage.planning.solver.balancing import balance
 from ullage.planning.solver.compiled import kernel
-from ullage.planning.solver.improving import improve
 from ullage.planning.solver.items import NOWHERE, Items, Room, SharedItems, falling_order, subset
 from ullage.planning.solver.packing import pack_items
 from ullage.planning.solver.placing import heaviest_first, no_bins
@@ -215,7 +214,7 @@ def _longest_path(load: Int64, ranks: int) -> int:
 
 
 @kernel
-def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels: Int64, budget: int) -> bool:
+def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels: Int64) -> bool:
     """Balances the items that are nowhere over the places that no bin covers; false if they do not fit."""
     costs, degrees = shared.costs, shared.degrees
     rest = np.flatnonzero(home == NOWHERE)
@@ -238,9 +237,6 @@ def _place_rest(shared: SharedItems, room: Room, ranks: int, home: Int64, levels
         if pack_items(subset(items, order), room, len(places), at) > len(places):
             return False
         bins.home[order] = at
-    total = items.costs.sum()
-    bound = max(total / len(places), float(items.costs[0]))
-    improve(items, bins, room, len(places), bound, 40, budget)
     # The most expensive bins go to the microbatches whose giants are most expensive: of bins of 6 and 4 beside giants
     # of 9 and 5 the path is 9 + 5 if the 6 stands beside the 9, and 9 + 6 if it does not.
     load = np.zeros(len(levels), np.int64)
@@ -314,14 +310,14 @@ def _without_empty(
 
 @kernel
 def share_out(
-    items: SharedItems, room: Room, ranks: int, microbatches: int, microbatch_multiple: int, budget: int
+    items: SharedItems, room: Room, ranks: int, microbatches: int, microbatch_multiple: int
 ) -> tuple[Int64, Int64, int]:
     """Place items, given in any order, where several ranks may share a bin.
 
     Args:
         items: in any order, at each degree.
         room: what one rank can hold.
-        ranks, microbatches, microbatch_multiple, budget: as those of :func:`~ullage.planning.solver.balancing.balance`.
+        ranks, microbatches, microbatch_multiple: as those of :func:`~ullage.planning.solver.balancing.balance`.
 
     Returns the place ``microbatch·ranks + rank`` of each item (the first of its ranks), the level of the bin at each
     place (−1 behind the first rank of a block and 0 for one rank), and the number of microbatches.
@@ -336,7 +332,7 @@ def share_out(
     # Every item on one rank, where that is possible: the plan that sharing has to beat.
     if slots[0].max() <= room.capacity:
         alone = Items(slots[0], costs[0], items.counts, np.zeros((0, n), np.int64))
-        best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple, budget)
+        best_home, best_microbatches = balance(alone, room, ranks, microbatches, microbatch_multiple)
         best_levels = np.zeros(best_microbatches * ranks, np.int64)
         best = _longest_path(_shares(best_home, best_levels, items), ranks)
     extra = 0
@@ -352,7 +348,7 @@ def share_out(
                 continue
             last = needed
             home, levels, lost = _place_giants(items, room, ranks, microbatches, needed, mean)
-            if lost or not _place_rest(items, room, ranks, home, levels, budget):
+            if lost or not _place_rest(items, room, ranks, home, levels):
                 continue
             # A plan of more microbatches than the best so far must be 2 % shorter to be taken.
             path = _longest_path(_shares(home, levels, items), ranks)

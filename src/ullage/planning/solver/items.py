@@ -54,15 +54,6 @@ def _lowest(word: np.uint64) -> int:
 
 
 @kernel
-def _highest(word: np.uint64) -> int:
-    # Set every bit below the highest one; their number is then its position plus one. 0b0101 becomes 0b0111: three
-    # bits, and the highest is number 2.
-    for shift in (1, 2, 4, 8, 16, 32):
-        word |= word >> np.uint64(shift)
-    return _count(word) - 1
-
-
-@kernel
 def empty_set(limit: int) -> Bitset:
     """An empty set of integers in ``0..limit``."""
     offsets = np.zeros(LEVELS + 1, np.int64)
@@ -100,12 +91,6 @@ def remove(members: Bitset, value: int) -> None:
 
 
 @kernel
-def contains(members: Bitset, value: int) -> bool:
-    words, _ = members
-    return (words[value >> 6] >> np.uint64(value & 63)) & _ONE != 0
-
-
-@kernel
 def next_member(members: Bitset, value: int) -> int:
     """The least member >= ``value`` >= 0, or −1."""
     words, offsets = members
@@ -123,26 +108,6 @@ def next_member(members: Bitset, value: int) -> int:
             return value
         # Nothing in this word: the level above is searched from the next word on.
         value = k + 1
-    return -1
-
-
-@kernel
-def previous_member(members: Bitset, value: int) -> int:
-    """The greatest member <= ``value``, or −1; ``value`` may be negative but not above the limit."""
-    words, offsets = members
-    for level in range(LEVELS):
-        if value < 0:
-            return -1
-        k = value >> 6
-        # Climb as in :func:`next_member`, with the bits above ``value`` shifted out of the word.
-        word = words[offsets[level] + k] << np.uint64(63 - (value & 63))
-        if word:
-            # Descend by the highest bit of each word.
-            value -= 63 - _highest(word)
-            for below in range(level - 1, -1, -1):
-                value = (value << 6) + _highest(words[offsets[below] + value])
-            return value
-        value = k - 1
     return -1
 
 

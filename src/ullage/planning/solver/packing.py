@@ -1,13 +1,9 @@
 """Sequences into bins, as full as they go.
 
 Best-fit decreasing over residual capacities kept in a bitset: the next residual that holds an item is found in a few
-steps, and items of one size are placed together, so a million items of a few thousand sizes take milliseconds. Where
-the result is above the L2 bound, a bounded completion tries to do better: the largest item opens a bin, and a
-depth-first search over the histogram of sizes, which knows at once whether one or two items fill the rest exactly,
-looks for the fullest bin; a filling found once is repeated as often as the histogram allows.
+steps, and items of one size are placed together, so a million items of a few thousand sizes take milliseconds.
 
-Sources: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms", MIT 1973; bin completion,
-R. Korf, "A new algorithm for optimal bin packing", AAAI 2002.
+Source: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms", MIT 1973.
 
 Where a bin has more than one capacity, no residual says by itself what fits. Bins are then filled one after the other,
 each with the item that comes closest to what it has left of every resource.
@@ -27,11 +23,9 @@ from ullage.planning.solver.items import (
     Room,
     Table,
     add,
-    contains,
     empty_set,
     falling_order,
     next_member,
-    previous_member,
     remove,
 )
 
@@ -130,173 +124,6 @@ def best_fit(slots: Int64, counts: Int64, room: Room, bins: Int64) -> int:
             if head[free] < 0:
                 add(residuals, free)
             head[free] = k
-    return used
-
-
-@kernel
-def _take(sizes: Bitset, available: Int64, size: int) -> None:
-    available[size] -= 1
-    if available[size] == 0:
-        remove(sizes, size)
-
-
-@kernel
-def _put(sizes: Bitset, available: Int64, size: int) -> None:
-    if available[size] == 0:
-        add(sizes, size)
-    available[size] += 1
-
-
-@kernel
-def _pair(sizes: Bitset, available: Int64, free: int, most: int, least: int) -> int:
-    """The larger of two available sizes that fill ``free`` exactly, none above ``most``, or −1."""
-    # Of the sizes 7, 5 and 3 a free 10 is 7 + 3, and 7 is returned.
-    # The other size is at least ``least`` and at most this one. Going down from the largest, the pairs end where this
-    # size is the smaller one. 48 steps bound the search: it runs at every depth of every bin.
-    size = previous_member(sizes, min(free - least, most)) if free <= 2 * most else -1
-    for _ in range(48):
-        if size < 0 or 2 * size < free:
-            return -1
-        other = free - size
-        if contains(sizes, other) and (other != size or available[size] > 1):
-            return size
-        size = previous_member(sizes, size - 1)
-    return -1
-
-
-@kernel
-def _fullest(
-    sizes: Bitset,
-    available: Int64,
-    chosen: Int64,
-    stack: Int64,
-    tried: Int64,
-    room: Room,
-    width: int,
-    budget: int,
-) -> int:
-    """The fullest bin that a depth-first search finds around the largest size left. Returns the number of its items.
-
-    Args:
-        sizes: the sizes of which there are items.
-        available [capacity + 1]: items of each size; unchanged at the end.
-        chosen: receives the sizes in the bin, falling.
-        stack, tried: work arrays: the size at each depth, and how many sizes were tried there.
-        room: what the bin can hold.
-        width: sizes tried at each depth.
-        budget: sizes tried beyond the first of each depth, altogether.
-    """
-    least = next_member(sizes, 1)
-    largest = previous_member(sizes, room.capacity)
-    # The largest size must go somewhere, so this bin begins with it; sizes fall with the depth, so that each set of
-    # sizes is met once.
-    stack[0] = largest
-    _take(sizes, available, largest)
-    depth, free = 1, room.capacity - largest
-    best, count = room.capacity + 1, 0
-    while True:
-        # Forwards: the largest size that still fits, unless one or two items fill the bin exactly.
-        last = stack[depth - 1]
-        size = -1  # stays so where nothing can be added: the bin is complete
-        if free >= least and depth < room.max_sequences:
-            if free <= last and contains(sizes, free):
-                stack[depth] = free
-                best, count = 0, depth + 1
-                chosen[:count] = stack[:count]
-                break
-            pair = _pair(sizes, available, free, last, least) if depth + 2 <= room.max_sequences else -1
-            if pair >= 0:
-                stack[depth], stack[depth + 1] = pair, free - pair
-                best, count = 0, depth + 2
-                chosen[:count] = stack[:count]
-                break
-            size = previous_member(sizes, min(free, last))
-        if size >= 0:
-            tried[depth] = 1
-        else:
-            # A complete bin: keep it if it is the fullest so far; nothing beats an exactly full one.
-            if free < best:
-                best, count = free, depth
-                chosen[:count] = stack[:count]
-            if free == 0:
-                break
-            # Backwards, to a depth that has another size to try. The first item stays. Only near the end of a bin,
-            # where four more items of the last size would fill it, does another size change much.
-            while depth > 1 and size < 0:
-                depth -= 1
-                last = stack[depth]
-                _put(sizes, available, last)
-                free += last
-                if free <= 4 * stack[depth - 1] and tried[depth] < width and budget > 0:
-                    size = previous_member(sizes, last - 1)
-                    if size >= 0:
-                        tried[depth] += 1
-                        budget -= 1
-            if size < 0:
-                depth = 1
-                break
-        stack[depth] = size
-        _take(sizes, available, size)
-        free -= size
-        depth += 1
-    # Give back what the search took; what it chose is taken by the caller.
-    while depth > 0:
-        depth -= 1
-        _put(sizes, available, stack[depth])
-    return count
-
-
-@kernel
-def complete(slots: Int64, room: Room, width: int, budget: int, enough: int, bins: Int64) -> int:
-    """Bin completion: open a bin with the largest item left and fill it as full as a bounded search can.
-
-    Args:
-        slots [items]: sizes > 0, falling; each item is one sequence.
-        room: what a bin can hold.
-        width, budget: bounds of the search in each bin, see :func:`_fullest`.
-        enough: number of bins at which the search ends, without an improvement.
-        bins [items]: receives the bin of each item.
-
-    Returns the number of bins, or ``len(slots) + 1`` as soon as there are ``enough`` and items are left.
-    """
-    n = len(slots)
-    # A histogram: the items of a size lie side by side in ``slots``, from ``first[size]`` on.
-    sizes = empty_set(room.capacity)
-    available = np.zeros(room.capacity + 1, np.int64)
-    first = np.zeros(room.capacity + 1, np.int64)
-    left = n
-    for i in range(n - 1, -1, -1):
-        if available[slots[i]] == 0:
-            add(sizes, slots[i])
-        available[slots[i]] += 1
-        first[slots[i]] = i
-    longest = min(n, room.max_sequences) + 2
-    chosen, stack, tried = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64)
-    used = 0
-    while left:
-        count = _fullest(sizes, available, chosen, stack, tried, room, width, budget)
-        # Repeat this filling as often as there are items of all its sizes: of four fives and five threes [5, 3, 3] is
-        # two bins.
-        # ``chosen`` falls, so the items of one size are a run ``chosen[start:end]``.
-        times = left
-        start = 0
-        while start < count:
-            end = start
-            while end < count and chosen[end] == chosen[start]:
-                end += 1
-            times = min(times, available[chosen[start]] // (end - start))
-            start = end
-        for repeat in range(times):
-            for j in range(count):
-                size = chosen[j]
-                bins[first[size]] = used + repeat
-                first[size] += 1
-                _take(sizes, available, size)
-        left -= times * count
-        used += times
-        # No better than what is there: stop.
-        if used >= enough and left:
-            return n + 1
     return used
 
 
@@ -419,7 +246,7 @@ def _pack_vectors(items: Items, room: Room, target: int, bins: Int64) -> int:
 
 @kernel
 def pack_items(items: Items, room: Room, target: int, bins: Int64) -> int:
-    """Pack items into few bins: best-fit decreasing, then bin completion where that took more than ``target``.
+    """Pack items into few bins by best-fit decreasing.
 
     Args:
         items: by falling slots; their costs do not matter.
@@ -432,27 +259,10 @@ def pack_items(items: Items, room: Room, target: int, bins: Int64) -> int:
     if len(room.limits):
         return _pack_vectors(items, room, target, bins)
     slots, counts = items.slots, items.counts
-    n = len(slots)
     if room.capacity > _FINEST:
         # Sizes round up and the capacity down, so what fits in units fits in slots too: of a capacity of 10 million, in
         # units of 3, an item of 10 slots takes 4.
         unit = -(-room.capacity // _FINEST)
         room = Room(room.capacity // unit, room.max_sequences, room.limits)
         slots = np.minimum(-(-slots // unit), room.capacity)
-    used = best_fit(slots, counts, room, bins)
-    # Completion works on a histogram of sizes > 0: it cannot tell an item of two sequences from one of the same size
-    # with one, and size 0 is in no set.
-    single = True
-    for i in range(n):
-        single = single and counts[i] == 1 and slots[i] > 0
-    if used <= target or not single:
-        return used
-    other = np.empty(n, np.int64)
-    # A narrow search first. The wide one only where it is needed, and not above 20,000 items, where it is slow.
-    for width, budget in ((3, 32), (6, 400)):
-        if used > target and (width == 3 or n <= 20000):
-            fewer = complete(slots, room, width, budget, used, other)
-            if fewer < used:
-                used = fewer
-                bins[:] = other
-    return used
+    return best_fit(slots, counts, room, bins)
