@@ -61,9 +61,6 @@ def _leave(number: int, frame: Any) -> None:
 
 def can_leave(status: int) -> bool:
     """End the process groups. Returns whether the interpreter can end as well, with ``status`` as its status."""
-    solver = sys.modules.get("ullage.planning.solver.compiled")
-    if solver is not None and solver.is_busy():  # Ctrl-C in a plan: the interpreter would wait for its end
-        return False
     # Looked up, not imported: a verb that never loaded torch must not load it in order to end.
     ending = sys.modules.get("ullage.ranks.ending")
     if ending is None:  # nothing of this process talked to another one

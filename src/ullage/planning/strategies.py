@@ -107,7 +107,7 @@ ALIASES = {
     "empty": PREASSIGNED,
 }
 #: Microseconds per item as plain Python: on one rank each, on as many as it needs, and in arrival order.
-_EACH, _EACH_SHARED, _EACH_IN_ORDER = 250, 700, 1
+_EACH, _EACH_SHARED, _EACH_IN_ORDER = 50, 150, 1
 
 
 def next_fit(task: Task) -> Assignment:

@@ -155,8 +155,8 @@ def _fill_and_compare(items: Items, room: Room, ranks: int, microbatches: int, b
     n, count = len(items.slots), microbatches * ranks
     found, best = no_bins(n, count, len(room.limits)), np.inf
     last = microbatches - 1
-    # How many microbatches are filled in turn, and the margin; packed at the end. Of 14 such placements these three, the
-    # best of which is within 0.1 % of the best of all: giants alone, all microbatches evenly, and as full as they go.
+    # How many microbatches are filled in turn, and the margin; packed at the end. Of 14 such placements these three are
+    # enough, giants alone, all microbatches evenly, and as full as they go: their best is within 0.1 % of that of all.
     for most, margin in ((last, -1), (last, 80), (-1, 0)):
         if most >= 0:
             bins = no_bins(n, count, len(room.limits))
@@ -211,9 +211,7 @@ def place_items(
 
 
 @kernel
-def balance(
-    items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int
-) -> tuple[Int64, int]:
+def balance(items: Items, room: Room, ranks: int, microbatches: int, microbatch_multiple: int) -> tuple[Int64, int]:
     """Place items, given in any order, so that the critical path is short.
 
     Args:

@@ -1,27 +1,24 @@
 """Kernels: functions of integers and arrays that run as Python or, with the same result, compiled by numba.
 
-A kernel's annotations are its signature. It is compiled when :func:`run` first needs it, together with the kernels that
-it calls and no others, and kept on disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache folder
-where the source is read-only). Compiled code holds no interpreter lock, runs on one thread, and does not reorder
-floating point, so that every machine computes the same.
-
-Compilation takes up to half a minute once, and loading numba and the compiled code a second in each process, so small
-problems run as Python as long as that is cheaper. Both give the same plan: which one runs is a matter of time alone.
-Without numba (``ullage[fast]`` brings it), or with ``NUMBA_DISABLE_JIT=1``, all of them run as Python. The loops that
-take longest there have a second form for it, made of numpy's own (:func:`compiled_from`).
+A kernel's annotations are its signature. The first problem of more than a few sequences starts a thread that compiles
+what is needed, callees first, or loads it from disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache
+folder where the source is read-only). Until a kernel is there, it runs as Python: no plan waits for it, unless it
+would take longer as Python. Both give the same plan: which one runs is a matter of time alone. Compiled code holds no
+interpreter lock, runs on the caller's thread, and does not reorder floating point, so that every machine computes the
+same. Without numba (``ullage[fast]`` brings it), or with ``NUMBA_DISABLE_JIT=1``, all kernels run as Python. The loops
+that take longest there have a second form for it, made of numpy's own (:func:`compiled_from`).
 """
 
 from __future__ import annotations
 
-# The functions of ``signal`` without its enums, which take longer than a short kernel.
-import _signal  # pyright: ignore[reportMissingImports]
+import atexit
 import hashlib
 import importlib
 import importlib.util
 import logging
 import os
+import queue
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -36,33 +33,16 @@ from ullage.core.extras import install_command
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Work, in microseconds of plain Python, of the largest problem that runs as Python.
-_SMALL = 500_000
-#: Seconds that a process spends on uncompiled kernels before it compiles or loads them.
-_PATIENCE = 1.0
-#: Work above which a compiled kernel, some hundred times as fast, runs on a thread of its own.
-_LONG = 5_000_000
+#: Work, in microseconds of plain Python, of the largest problem for which no kernel is compiled, and of the largest
+#: one that never waits for it.
+_TINY, _SMALL = 2_000, 500_000
+#: Seconds within which kernels are loaded from disk, on a slow machine.
+_LOADED = 5.0
 
 _KERNELS: set[Callable[..., Any]] = set()
 #: The loops that numba compiles in place of a kernel that is made of numpy's.
 _LOOPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
-_LOCK = threading.RLock()
-
-
-class _Spent:
-    """Seconds that this process has spent on uncompiled kernels, and whether it has said why a plan takes long."""
-
-    seconds = 0.0
-    announced = False
-
-
-def _announce(line: str) -> None:
-    """Say once per process, and on one rank of a machine, why a plan takes long."""
-    if not _Spent.announced:
-        _Spent.announced = True
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _LOG.warning(line)
 
 
 def kernel(function: _Function) -> _Function:
@@ -84,32 +64,23 @@ def compiled_from(loops: Callable[..., Any]) -> Callable[[_Function], _Function]
 
 def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
     """Call a kernel. ``work``: about how many microseconds it takes as plain Python; decides how it runs, never what it
-    returns.
-
-    Ctrl-C raises ``KeyboardInterrupt`` within a fraction of a second, also while kernels are compiled or one runs for
-    long. That one then ends on its own: the interpreter waits for it before it exits (seconds for millions of items).
-    """
-    # Python for a small problem, as long as this process has spent little on such; from then on compiled code pays. A
-    # kernel that is compiled already is always run so.
+    returns. Ctrl-C in compiled code is heard when that ends, after seconds for millions of items."""
     ready = _COMPILED.get(function)
-    if ready is None:
-        is_short = work <= _SMALL and _Spent.seconds < _PATIENCE
-        if is_short or not _compiles():
-            if not is_short and not _is_installed():
-                how = install_command("fast")
-                _announce(f"planning runs without numba, up to a hundred times slower, with the same plans: {how}")
-            return _interpret(function, arguments)
-        return _interruptible(lambda: compiled(function)(*arguments))
-    if work < _LONG:
-        return _uninterrupted(ready, arguments)
-    return _interruptible(lambda: ready(*arguments))
-
-
-def _interpret(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    begin = time.perf_counter()
+    if ready is None and work > _TINY and not _is_installed():
+        if work > _SMALL:
+            how = install_command("fast")
+            _announce(f"planning runs without numba, up to a hundred times slower, with the same plans: {how}")
+    elif ready is None and work > _TINY:
+        done = _BACKGROUND.ask(function)
+        # A problem that takes long as Python waits for the kernel, and no longer than that.
+        if work > _SMALL and not done.wait(min(_LOADED, work / 1e6)) and work / 1e6 > _LOADED:
+            _announce("compiling the planner, once after an installation: this takes up to half a minute")
+            done.wait(work / 1e6 - _LOADED)
+        ready = _COMPILED.get(function)
+    if ready is not None:
+        return ready(*arguments)
     with np.errstate(over="ignore"):  # int64 wraps around in compiled code too
         result = function(*arguments)
-    _Spent.seconds += time.perf_counter() - begin
     return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
 
 
@@ -118,12 +89,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled form of a kernel, from disk if it is there."""
-    with _LOCK:
-        if function not in _COMPILED:
-            _COMPILED[function] = _compile(function)
-        return _COMPILED[function]
+@cache
+def _announce(line: str) -> None:
+    """Say once per process, and on one rank of a machine, why a plan takes long."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _LOG.warning(line)
 
 
 @cache
@@ -133,13 +103,82 @@ def _is_installed() -> bool:
 
 @cache
 def _compiles() -> bool:
-    """Whether numba is there and compiles. Where not, every kernel runs as Python: slower, equal plans."""
+    """Whether numba is there and compiles."""
     if not _is_installed():
         return False
     import numba
 
     settings: Any = numba.config  # pyright: ignore[reportPrivateImportUsage]
     return not settings.DISABLE_JIT
+
+
+class _Background:
+    """A daemon thread that compiles kernels, or loads them, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._done: dict[Callable[..., Any], threading.Event] = {}
+        self._queue: queue.SimpleQueue[Callable[..., Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        #: Whether nothing more is compiled.
+        self.has_ended = False
+
+    def ask(self, function: Callable[..., Any]) -> threading.Event:
+        """What is set as soon as ``function`` is compiled, or cannot be."""
+        done = self._done.get(function)
+        if done is None:
+            done = self._done.setdefault(function, threading.Event())
+            self._queue.put(function)
+        if self.has_ended:
+            done.set()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ullage-solver", daemon=True)
+            self._thread.start()
+        return done
+
+    def _work(self) -> None:
+        while True:
+            function = self._queue.get()
+            try:
+                if _compiles():
+                    compiled(function)
+            except _Ended:
+                return
+            except Exception:
+                _LOG.exception("a part of the planner cannot be compiled, and runs as Python")
+            self._done[function].set()
+
+    def end(self) -> None:
+        """Compile no more, and wait for the kernel at work: the process must not end under it."""
+        self.has_ended = True
+        if self._thread is not None and not all(done.is_set() for done in self._done.values()):
+            self._thread.join()
+
+    def after_fork(self) -> None:
+        """In a forked process, which has no such thread: start another, or none where this one was at work."""
+        was_at_work = not all(done.is_set() for done in self._done.values())
+        self.__init__()
+        self.has_ended = was_at_work
+
+
+class _Ended(Exception):
+    """The process is about to end: nothing more is compiled."""
+
+
+_BACKGROUND = _Background()
+atexit.register(_BACKGROUND.end)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_BACKGROUND.after_fork)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled form of a kernel, from disk if it is there."""
+    with _BACKGROUND.lock:
+        if function not in _COMPILED:
+            if _BACKGROUND.has_ended:
+                raise _Ended
+            _COMPILED[function] = _compile(function)
+        return _COMPILED[function]
 
 
 def compile_all() -> None:
@@ -158,10 +197,6 @@ def compile_all() -> None:
 def _compile(function: Any) -> Callable[..., Any]:
     import numba
 
-    # Ctrl-C has ended the wait for this thread: compile no further callee.
-    worker = threading.current_thread()
-    if isinstance(worker, _KernelThread) and worker.abandoned:
-        raise KeyboardInterrupt
     # A copy of the function whose global names lead to the compiled forms of the kernels that it calls: numba
     # resolves them when it compiles, so callees come first.
     function = _LOOPS.get(function, function)
@@ -175,10 +210,7 @@ def _compile(function: Any) -> Callable[..., Any]:
     # numba's cache notices a change of the function's own file, but not of a file that holds a function it calls. The
     # name of the cached file follows this one.
     copy.__qualname__ = f"{function.__qualname__}_{_digest()}"
-    made: Any = numba.njit(_signature(function), cache=True, nogil=True)(copy)
-    if made.stats.cache_misses:
-        _announce("compiling the planner, once after an installation: this takes up to half a minute")
-    return made
+    return numba.njit(_signature(function), cache=True, nogil=True)(copy)
 
 
 @cache
@@ -217,68 +249,3 @@ def _type_of(hint: Any) -> Any:
         return types.Array(types.int64 if scalar is np.int64 else scalars.get(scalar, types.boolean), 1, "C")
     fields = get_type_hints(hint, include_extras=True)  # a NamedTuple
     return types.BaseTuple.from_types([_type_of(part) for part in fields.values()], hint)
-
-
-class _KernelThread(threading.Thread):
-    """A thread that does ``work`` while the main thread waits for it."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(name="ullage-solver")
-        self._work = work
-        self._outcome: Any = None
-        self._error: BaseException | None = None
-        #: Set when nobody waits any more: nothing more is compiled then.
-        self.abandoned = False
-
-    def run(self) -> None:
-        try:
-            self._outcome = self._work()
-        except BaseException as error:  # raised again by whoever waits
-            self._error = error
-
-    def result(self) -> Any:
-        """The result of ``work``, once it has ended. Raises its error."""
-        try:
-            self.join()
-        except BaseException:
-            self.abandoned = True
-            raise
-        if self._error is not None:
-            raise self._error
-        return self._outcome
-
-
-def _interruptible(work: Callable[[], Any]) -> Any:
-    """``work()``, on a thread of its own if this is the main thread.
-
-    Signal handlers run in the main thread, as soon as it runs Python. numba runs Python when it converts what compiled
-    code returns, and LLVM when it asks for symbols, and neither expects an exception there: a ``KeyboardInterrupt``
-    became a ``SystemError`` or a segmentation fault. On another thread no handler ever runs.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    worker = _KernelThread(work)
-    worker.start()
-    return worker.result()
-
-
-def _uninterrupted(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """``ready(*arguments)``, a few milliseconds; Ctrl-C is heard when they are over, for the same reason."""
-    handler = _signal.getsignal(_signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        return ready(*arguments)
-    # Record the signal instead of raising inside compiled code; the former handler gets it afterwards.
-    arrived: list[tuple[Any, ...]] = []
-    _signal.signal(_signal.SIGINT, lambda *received: arrived.append(received))
-    try:
-        result = ready(*arguments)
-    finally:
-        _signal.signal(_signal.SIGINT, handler)
-    if arrived:
-        handler(*arrived[0])
-    return result
-
-
-def is_busy() -> bool:
-    """Whether a kernel that nobody waits for is still at work."""
-    return any(isinstance(thread, _KernelThread) for thread in threading.enumerate())
