@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from tests.support.launch import ROOT
 from ullage.core.errors import InputError
-from ullage.engines import axolotl, llama_factory, nemo_rl, openrlhf, skyrl, slime, swift, trl_async, verl
-from ullage.engines.packers import BinPacker
+from ullage.engines import FRAMEWORKS, axolotl, llama_factory, miles, nemo_rl, openrlhf, skyrl, slime, swift, verl
+from ullage.engines.frameworks import TABLE, BinPacker, balance_by_squared_length
 
 #: By framework: our functions, and the names under which ``make watch`` holds upstream's signatures against its source.
 OURS = {
@@ -33,8 +33,19 @@ OURS = {
     "swift": [swift.calculate_matched_group],
     "axolotl": [axolotl.MultipackBatchSampler.__init__],
     "llama_factory": [llama_factory.greedy_knapsack],
-    "trl": [(trl_async.balance_by_squared_length, "_balance_by_squared_length")],
+    "trl": [(balance_by_squared_length, "_balance_by_squared_length")],
 }
+
+
+def test_every_framework_of_the_table_is_a_module_by_name():
+    assert tuple(sorted(TABLE)) == FRAMEWORKS
+    for name, table in TABLE.items():
+        module = importlib.import_module(f"ullage.engines.{name}")
+        assert callable(module.install)
+        if name != "axolotl" and name != "verl":
+            assert all(getattr(module, place.rpartition(".")[2]) is ours for place, ours in table.items())
+    with pytest.raises(AttributeError, match=r"slime' has no attribute 'get_packer': it has .*build_dp_schedule"):
+        slime.get_packer  # noqa: B018
 
 
 @pytest.mark.parametrize("framework", OURS)
@@ -196,7 +207,7 @@ def test_the_frameworks_own_flops_are_the_work_where_it_is_loaded(monkeypatch):
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize(("framework", "shape"), [(openrlhf, (8, 2, 1)), (slime, (16,))], ids=["openrlhf", "miles"])
+@pytest.mark.parametrize(("framework", "shape"), [(openrlhf, (8, 2, 1)), (miles, (16,))], ids=["openrlhf", "miles"])
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_as_many_parts_as_are_counted_keep_the_cap(framework, shape, lengths):
@@ -272,10 +283,10 @@ def test_rows_that_were_packed_without_us_are_not_taken_from_the_cache(named, tm
 @pytest.mark.regression
 def test_miles_second_count_is_replaced_where_it_was_imported(named):
     importlib.import_module("miles.backends.data")
-    made = slime.install("miles")
+    made = miles.install()
     for module in ("miles.utils.data", "miles.backends.data"):
         count = importlib.import_module(module).get_minimum_num_micro_batch_size
-        assert count is slime.get_minimum_num_micro_batch_size
+        assert count is miles.get_minimum_num_micro_batch_size
     made.undo()
     assert sys.modules["miles.backends.data"].get_minimum_num_micro_batch_size([], 1) is None
 
@@ -292,8 +303,8 @@ def test_skyrls_caps_are_hard_and_soft(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "make"),
     [
-        (skyrl.MODULE, "FirstFitDecreasing", lambda: skyrl.make_seq_packer("first_fit_decreasing", 8)),
-        (f"{nemo_rl.MODULE}.algorithms", "SequencePacker", lambda: nemo_rl.get_packer("first_fit_decreasing", 8)),
+        ("skyrl.train.dataset.bin_packing", "FirstFitDecreasing", lambda: skyrl.make_seq_packer("first_fit_decreasing", 8)),
+        ("nemo_rl.data.packing.algorithms", "SequencePacker", lambda: nemo_rl.get_packer("first_fit_decreasing", 8)),
     ],
 )
 def test_a_packer_is_an_instance_of_the_frameworks_class(module, name, make, monkeypatch):
@@ -338,17 +349,17 @@ def test_trls_rows_are_no_less_even_than_its_own():
     for n, ranks in ((40, 8), (9, 4), (3, 4), (0, 2)):
         examples = [{"input_ids": [0] * int(length)} for length in generator.integers(1, 200, n)]
         rows = [
-            trl_async.balance_by_squared_length(examples, ranks),
+            balance_by_squared_length(examples, ranks),
             trainer._balance_by_squared_length(examples, ranks),
         ]
         ours, theirs = ([sum(len(e["input_ids"]) ** 2 for e in row) for row in each] for each in rows)
         assert len(ours) == ranks
         assert sum(ours) == sum(theirs)
         assert max(ours) <= max(theirs)
-    done = trl_async.install()
-    assert trainer._balance_by_squared_length is trl_async.balance_by_squared_length
+    done = importlib.import_module("ullage.engines.trl_async").install()
+    assert trainer._balance_by_squared_length is balance_by_squared_length
     done.undo()
-    assert trainer._balance_by_squared_length is not trl_async.balance_by_squared_length
+    assert trainer._balance_by_squared_length is not balance_by_squared_length
 
 
 def sampler(lengths, cap=100, rows=1, order=None, **how):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.nemo_rl import ALGORITHMS, get_packer
+from ullage.engines.frameworks import NEMO_RL, get_packer
 
 
 def critical_path(bins, lengths, ranks):
@@ -38,7 +38,7 @@ def first_fit_decreasing(lengths, capacity, multiple):
     return bins
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", NEMO_RL)
 @pytest.mark.parametrize("lengths", [[50], [30] * 5, [100] * 3, [10, 50, 100, 20, 80, 30, 70, 40, 60, 90]])
 def test_upstreams_edge_cases(algorithm, lengths):
     bins = get_packer(algorithm, 100).pack(lengths)

@@ -96,7 +96,7 @@ def test_a_script_and_a_module_run_with_what_the_variable_names(packing, tmp_pat
     command = [sys.executable, "-m", "ullage.engines.plugins", target, "--flag", "7"]
     given = environment(ULLAGE_INSTALL=" swift,", PYTHONPATH=f"{ROOT / 'src'}:{tmp_path}")
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == "ullage.engines.swift __main__ --flag 7\n"
+    assert done.stdout == "ullage.engines.frameworks __main__ --flag 7\n"
     assert done.stderr.count("ullage is active") == 1
 
 

@@ -1,13 +1,8 @@
-"""axolotl adapter, not run against axolotl's own test: its batch sampler of packed rows, over ullage's plan.
+"""axolotl's batch sampler of packed rows, over ullage's plan, and the plug-in that puts it in place.
 
 axolotl's sampler packs an epoch in the order in which it is drawn; accelerate then gives batch ``k`` to rank
-``k % ranks``, whatever it costs. One line of axolotl's configuration, in every process that reads it, installs ours::
-
-    plugins: [ullage.engines.axolotl.AxolotlPlugin]
-
-or ``ullage.engines.axolotl.install()`` in a script. The plug-in replaces too, for axolotl asks none for a sampler: a
-trainer class of its own would take ours, but the number of steps is counted before, with axolotl's. The signature is
-that of ``axolotl/utils/samplers/multipack.py`` of November 2026 (0.19).
+``k % ranks``, whatever it costs. The plug-in replaces, for axolotl asks none for a sampler: a trainer class of its own
+would take ours, but the number of steps is counted before, with axolotl's.
 """
 
 from __future__ import annotations
@@ -21,12 +16,12 @@ import numpy as np
 from torch.utils.data import BatchSampler
 
 from ullage.core.layout import Integers, as_lengths
-from ullage.engines.replacing import Replacements, replace
+from ullage.engines.replacing import Replacements
 from ullage.planning.lists import bins
 
 
 class MultipackBatchSampler(BatchSampler):
-    """Batches of packed rows: every batch is a list of ``batch_size`` rows, every row a list of ids.
+    """axolotl's batches of packed rows: every batch is a list of ``batch_size`` rows, every row a list of ids.
 
     Args:
         sampler: order of the data set.
@@ -36,12 +31,12 @@ class MultipackBatchSampler(BatchSampler):
         bin_size: samples that a row may hold; None or 0 for any number.
         drop_last: whether a batch with fewer rows than ``batch_size`` is left out.
         sequential: whether rows keep the sampler's order.
-        packing_efficiency_estimate, num_count_samples, group_size, num_processes, safe_mode, mp_start_method: accepted
-            and ignored: an epoch is one plan, and its number of batches does not depend on the order.
+        packing_efficiency_estimate, num_count_samples, group_size, num_processes, safe_mode, mp_start_method: ignored:
+            an epoch is one plan, and its number of batches does not depend on the order.
 
     Batches that ranks run side by side (``WORLD_SIZE`` of them, one after another in the list) have equal work, and
-    their number is a multiple of the ranks where there are samples enough: no batch is dropped to make it one. The
-    order of the steps is shuffled with the sampler's. A sample above ``batch_max_len`` has a row alone, with a warning.
+    their number is a multiple of the ranks where there are samples enough. The order of the steps is shuffled with the
+    sampler's. A sample above ``batch_max_len`` has a row alone, with a warning.
     """
 
     def __init__(
@@ -62,18 +57,15 @@ class MultipackBatchSampler(BatchSampler):
         **kwargs: Any,
     ) -> None:
         super().__init__(sampler, batch_size, drop_last)
-        self.batch_max_len = batch_max_len
-        self.bin_size = bin_size
-        self.sequential = sequential
+        self.batch_max_len, self.bin_size, self.sequential = batch_max_len, bin_size, sequential
         self.lengths = as_lengths(lengths)
-        self.epoch = 0
-        self._batches: list[list[list[int]]] | None = None
+        self.set_epoch(0)
         self._length: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the epoch; batches are planned anew."""
         self.epoch = epoch
-        self._batches = None
+        self._batches: list[list[list[int]]] | None = None
 
     def generate_batches(self, set_stats: bool = False) -> list[list[list[int]]]:
         """Batches of one epoch in the sampler's order; the same until :meth:`set_epoch`."""
@@ -83,15 +75,11 @@ class MultipackBatchSampler(BatchSampler):
 
     def _plan(self, ids: np.ndarray) -> list[list[list[int]]]:
         side_by_side = 1 if self.sequential else int(os.environ.get("WORLD_SIZE", "1")) * self.batch_size
+        order = "next_fit" if self.sequential else "balanced" if side_by_side > 1 else "fewest"
         found = bins(
-            self.lengths[ids],
-            self.batch_max_len,
-            ranks=side_by_side,
-            order="next_fit" if self.sequential else "balanced" if side_by_side > 1 else "fewest",
-            oversize="alone",
-            max_sequences=self.bin_size or None,
-            fill=False,
-        )
+            self.lengths[ids], self.batch_max_len, ranks=side_by_side, order=order, oversize="alone",
+            max_sequences=self.bin_size or None, fill=False,
+        )  # fmt: skip
         steps = [found[begin : begin + side_by_side] for begin in range(0, len(found), side_by_side)]
         if not self.sequential:
             # A plan lists what costs alike together: shuffled, by the sampler's own order, with a short step last.
@@ -120,7 +108,9 @@ class MultipackBatchSampler(BatchSampler):
 
 def install() -> Replacements:
     """Replace the sampler, wherever it was imported."""
-    return replace({"axolotl.utils.samplers.multipack.MultipackBatchSampler": MultipackBatchSampler})
+    from ullage.engines import frameworks  # whose table names this module's sampler
+
+    return frameworks.install("axolotl")
 
 
 def __getattr__(name: str) -> Any:

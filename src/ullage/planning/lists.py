@@ -1,8 +1,8 @@
 """Lists in, lists out: lengths to lists of ids, over the plan, as the balancing functions of other frameworks work.
 
 ``partitions`` divides values evenly, ``bins`` fills microbatches, ``schedule`` fills the microbatches of every rank.
-Pure: no process group, no device, no data. The adapters of ``ullage.engines`` are tables of names over these three,
-which ``ullage.engines.replacing`` puts in place of a framework's own functions. ``pack_lengths`` packs a whole dataset,
+Pure: no process group, no device, no data. Other frameworks' names and signatures are a table over these three,
+which ``ullage.engines.frameworks`` puts in place of a framework's own functions. ``pack_lengths`` packs a whole dataset,
 without ranks or steps.
 """
 
@@ -358,7 +358,7 @@ def partitions(
     Raises ``InputError`` for fewer items than parts, and for items that ``equal_size`` cannot divide.
 
     >>> partitions([8, 7, 6, 5, 4], 2)
-    [[2, 3, 4], [0, 1]]
+    [[1, 3, 4], [0, 2]]
     >>> partitions([8, 7, 6, 5, 4], 2, groups=[[0, 1, 2]])
     [[3, 4], [0, 1, 2]]
     """

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ullage.core.errors import InputError
+from ullage.engines import FRAMEWORKS
 
 _LOG = logging.getLogger(__name__)
 SETTING = "ULLAGE_INSTALL"
-#: The adapters that may be named.
-NAMES = ("axolotl", "llama_factory", "miles", "nemo_rl", "openrlhf", "skyrl", "slime", "swift", "trl_async", "verl")
 #: A file for ms-swift's ``--external_plugins``; apart from the adapters, since ms-swift puts its folder on the path.
 SWIFT_PLUGIN = str(Path(__file__).with_name("swift_external.py"))
 
@@ -39,12 +38,11 @@ def install_named() -> None:
     failures: list[Exception] = []
     for name in filter(None, (name.strip() for name in os.environ.get(SETTING, "").split(","))):
         try:
-            if name not in NAMES:
+            if name not in FRAMEWORKS:
                 raise InputError(
-                    "no such adapter", where=SETTING, expected=f"names of {', '.join(NAMES)}", found=repr(name)
+                    "no such adapter", where=SETTING, expected=f"names of {', '.join(FRAMEWORKS)}", found=repr(name)
                 )
-            module = importlib.import_module(f"ullage.engines.{'slime' if name == 'miles' else name}")
-            module.install(*["miles"] * (name == "miles"))
+            importlib.import_module(f"ullage.engines.{name}").install()
         except Exception as error:
             _LOG.error("ullage is not active for %s in process %d: %s", name, os.getpid(), error)
             failures.append(error)

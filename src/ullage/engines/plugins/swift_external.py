@@ -1,5 +1,5 @@
 """A file for ms-swift's ``--external_plugins``: what ms-swift imports in every process that it replays plug-ins in."""
 
-from ullage.engines.swift import install
+from ullage.engines.frameworks import install
 
-install()
+install("swift")
