@@ -6,8 +6,8 @@
         "min_seq_len": 16, "max_seq_len": 512, "mean_seq_len": 128, "lognormal_sigma": 1.1}'
 
 Without ``--sequence-packing`` each sequence is a microbatch of its own, padded to ``max_seq_len``: what packing saves.
-What differs from a training script of Megatron-LM is the import of ``wrap_data_iterator`` and of
-``get_batch_on_this_rank_for_sequence_packing``; and, because there may be no Transformer Engine here, the layer spec.
+What differs from a training script of Megatron-LM are two lines, the scheduler around ``forward_backward_func`` and the
+batch of the forward step; and, because there may be no Transformer Engine here, the layer spec.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tests.support.megatron_cpu import on_cpu  # noqa: E402
 from tests.support.megatron_spec import packed_block_spec  # noqa: E402
 from ullage.datasets import MockSamples  # noqa: E402
 from ullage.engines.megatron import (  # noqa: E402
+    PackingScheduler,
     get_batch_on_this_rank_for_sequence_packing,
-    packed_step,
     schedulers,
     transformer_terms,
 )
@@ -187,15 +187,12 @@ def owns_data() -> bool:
     return state.get_tensor_model_parallel_rank() == 0 and ends
 
 
-def packed(data: MockSamples, ids: range, config: TransformerConfig) -> Step:
-    """One step, planned over all ranks."""
+def to_pack(data: MockSamples, ids: range, config: TransformerConfig) -> Step:
+    """One step of samples as they are, which the scheduler packs."""
     dp, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
     mine, virtual = ids[rank::dp], config.virtual_pipeline_model_parallel_size
     iterator = (data[i] for i in mine) if owns_data() else None
-    given = iterator if virtual is None else [iterator, *[None] * (virtual - 1)]
-    step = packed_step(given, config, len(mine))
-    found = step.plan.statistics()
-    return step.data_iterator, step.num_microbatches, found.ullage, found.critical_path
+    return iterator if virtual is None else [iterator, *[None] * (virtual - 1)], len(mine), 0.0, 1.0
 
 
 def padded(data: MockSamples, ids: range, config: TransformerConfig, longest: int, device: torch.device) -> Step:
@@ -236,13 +233,16 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     terms = transformer_terms(config, vocab_size)
     assert terms is not None
     pipeline: Any = state.get_pipeline_model_parallel_group()
+    scheduler, forward_backward_func = PackingScheduler(), get_forward_backward_func()
+    if args.sequence_packing:
+        forward_backward_func = scheduler(forward_backward_func)
     records = []
     for number in range(len(data) // args.global_batch_size):
         begin = time.perf_counter()
         ids = range(number * args.global_batch_size, (number + 1) * args.global_batch_size)
-        made = packed(data, ids, config) if args.sequence_packing else padded(data, ids, config, longest, device)
+        made = to_pack(data, ids, config) if args.sequence_packing else padded(data, ids, config, longest, device)
         iterator, num_microbatches, ullage, imbalance = made
-        found = get_forward_backward_func()(
+        found = forward_backward_func(
             forward_step_func=partial(forward_step, config=config),
             data_iterator=iterator,
             model=chunks,
@@ -251,6 +251,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             micro_batch_size=1,
             forward_only=False,
         )
+        if scheduler.step is not None:
+            num_microbatches, planned = scheduler.step.num_microbatches, scheduler.step.plan.statistics()
+            ullage, imbalance = planned.ullage, planned.critical_path
         optimizer.step()
         total = sum((part["loss"] for part in found), torch.zeros(2, device=device))
         dist.all_reduce(total, group=state.get_data_parallel_group(with_context_parallel=True))

@@ -303,7 +303,11 @@ def test_skyrls_caps_are_hard_and_soft(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "make"),
     [
-        ("skyrl.train.dataset.bin_packing", "FirstFitDecreasing", lambda: skyrl.make_seq_packer("first_fit_decreasing", 8)),
+        (
+            "skyrl.train.dataset.bin_packing",
+            "FirstFitDecreasing",
+            lambda: skyrl.make_seq_packer("first_fit_decreasing", 8),
+        ),
         ("nemo_rl.data.packing.algorithms", "SequencePacker", lambda: nemo_rl.get_packer("first_fit_decreasing", 8)),
     ],
 )

@@ -9,13 +9,14 @@ import multiprocessing
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 
 from tests.support.launch import ROOT, environment
 from ullage.core.errors import InputError
 from ullage.engines import plugins, swift
-from ullage.engines.replacing import replace
+from ullage.engines.replacing import Replacements, replace
 
 #: ms-swift's module since 4.4: a static method that its processes run, which calls the function by its global name.
 PACKING = """
@@ -122,6 +123,26 @@ def test_rays_workers_install_what_the_driver_names(monkeypatch):
     assert plugins.ray_runtime_env({**hook, "pip": []}) == {**hook, "pip": []}
     with pytest.raises(InputError, match=r"worker_process_setup_hook.*expected .*install_named.*found theirs\.start"):
         plugins.ray_runtime_env({"worker_process_setup_hook": "theirs.start"})
+
+
+def test_names_are_put_back_unless_they_changed_again():
+    def original(): ...
+
+    modules = {f"planted_{n}": types.ModuleType(f"planted_{n}") for n in range(3)}
+    for module in modules.values():
+        module.original = original
+    modules["planted_2"].original = other = lambda: None
+    put = Replacements()
+    sys.modules.update(modules)
+    try:
+        put.put_everywhere(original, print)
+    finally:
+        for name in modules:
+            del sys.modules[name]
+    assert [module.original for module in modules.values()] == [print, print, other]
+    modules["planted_1"].original = repr
+    put.undo()
+    assert [module.original for module in modules.values()] == [original, repr, other]
 
 
 def test_verl_finds_the_plug_in():

@@ -26,7 +26,7 @@ from tests.support.megatron_cpu import on_cpu
 from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer, one_by_one
 from tests.support.megatron_spec import PackedNorm, packed_layer_spec
 from tests.support.processes import raised
-from ullage.engines.megatron import pack_training
+from ullage.engines.megatron import PackingScheduler, get_batch_on_this_rank_for_sequence_packing
 
 if importlib.util.find_spec("triton") is None:
     # The mixer imports kernels of its inference, which need Triton at import.
@@ -110,7 +110,9 @@ def build(config):
     ).double()
 
 
-get_batch = script.get_batch
+def get_batch(data_iterator):
+    *values, params, _ = get_batch_on_this_rank_for_sequence_packing(data_iterator)
+    return (*values, params.cu_seqlens_q_padded, params.max_seqlen_q)
 
 
 def hybrid_step(data_iterator, model):
@@ -145,9 +147,9 @@ def hybrid(rank, world, steps=3):
         chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
 
         def train():
-            with pack_training(hybrid_step, capacity=loop.CAPACITY):
+            with loop.packed(PackingScheduler(loop.CAPACITY)):
                 iterator = script.data_iterators(samples, None)
-                return script.train(hybrid_step, chunks, Optimizer(chunks), iterator)[0]
+                return script.train(hybrid_step, chunks, Optimizer(chunks), iterator)
 
         losses, seen = train(), set(SEEN)
         for module in model.modules():

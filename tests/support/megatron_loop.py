@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node N megatron_loop.py CASE...: a script packed by one call, against one sequence at a time.
+"""torchrun --nproc_per_node N megatron_loop.py CASE...: a script packed by two lines, against one sequence at a time.
 
 A case is written as for ``megatron_parity.py``. Ten steps and two of evaluation each; prints one line of JSON per case.
 """
@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 
 warnings.filterwarnings("ignore")
 
@@ -18,8 +19,9 @@ from tests.support import megatron_script as script  # noqa: E402
 from tests.support.megatron_cpu import on_cpu  # noqa: E402
 from tests.support.megatron_model import Optimizer, build, config_of, one_by_one  # noqa: E402
 from tests.support.megatron_parity import LENGTHS, sizes  # noqa: E402
+from ullage.core.replacing import replaced  # noqa: E402
 from ullage.datasets import MockSamples  # noqa: E402
-from ullage.engines.megatron import pack_training  # noqa: E402
+from ullage.engines.megatron import PackingScheduler, get_batch_on_this_rank_for_sequence_packing  # noqa: E402
 
 STEPS, EVALUATIONS, BATCH, LAYERS, CAPACITY = 10, 2, 24, 4, 48
 
@@ -64,10 +66,25 @@ def set_arguments():
 
 
 def counted(samples):
-    """Σlength, Σlength² and the script's FLOPs of the sequences one by one."""
+    """Σlength and Σlength² of the sequences one by one."""
     lengths = [int(sample["original_seq_len"]) for sample in samples]
-    total, squares = sum(lengths), sum(length**2 for length in lengths)
-    return [total, squares, 3 * (2 * 1000 * total + 2 * LAYERS * 32 * squares)]
+    return [sum(lengths), sum(length**2 for length in lengths)]
+
+
+@contextmanager
+def packed(scheduler):
+    """The script with the two lines that pack it: its loop's function, and its forward step's batch."""
+
+    def get_batch(data_iterator, vp_stage=None):
+        virtual = state.get_virtual_pipeline_model_parallel_world_size()
+        return get_batch_on_this_rank_for_sequence_packing(data_iterator, virtual, vp_stage=vp_stage)[:6]
+
+    plain = script.get_forward_backward_func
+    with (
+        replaced(script, "get_forward_backward_func", lambda: scheduler(plain())),
+        replaced(script, "get_batch", get_batch),
+    ):
+        yield scheduler
 
 
 def run_case(case, samples, expected):
@@ -81,18 +98,17 @@ def run_case(case, samples, expected):
     capacity, scheduler = options.pop("capacity", CAPACITY), options.pop("scheduler", None)
     config = script_config(**options)
     set_arguments()
-    model, before = build(config), script.get_batch
-    with pack_training(script.forward_step, capacity=capacity, scheduler=scheduler) as training:
+    model = build(config)
+    with packed(PackingScheduler(capacity, scheduler)) as training:
         iterators = script.data_iterators(samples, virtual)
-        losses, flops = script.train(script.forward_step, model, Optimizer(model), iterators)
+        losses = script.train(script.forward_step, model, Optimizer(model), iterators)
         losses += script.evaluate(script.forward_step, iterators, model)
     step = training.step
     mine = {
         "losses": losses,
-        "counts": [step.num_tokens, step.sum_squared_lengths, flops[-1]],
+        "counts": [step.num_tokens, step.sum_squared_lengths],
         "evaluated": training.evaluation.num_tokens,
         "microbatches": step.num_microbatches,
-        "undone": script.get_batch is before and config.variable_seq_lengths is False,
     }
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -108,7 +124,6 @@ def run_case(case, samples, expected):
         "evaluated": [training.evaluation.num_tokens, counted(samples[-BATCH:])[0]],
         "microbatches": sorted({part["microbatches"] for part in everyone}),
         "script's microbatches": BATCH // state.get_data_parallel_world_size(),
-        "undone": all(part["undone"] for part in everyone),
         "seconds": round(time.monotonic() - begin, 1),
     }
     state.destroy_model_parallel()

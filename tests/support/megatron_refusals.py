@@ -1,4 +1,4 @@
-"""What two ranks find when a script is packed by ``pack_training``: one layout, and every refusal on all ranks."""
+"""What two ranks find when a script is packed by ``PackingScheduler``: one layout, and every refusal on all ranks."""
 
 from functools import partial
 
@@ -6,7 +6,6 @@ import torch
 from megatron.core import parallel_state as state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.support import megatron_loop as loop
 from tests.support import megatron_script as script
@@ -14,7 +13,7 @@ from tests.support.megatron_cpu import on_cpu
 from tests.support.megatron_model import LONGEST, VOCABULARY, Optimizer, build
 from tests.support.megatron_samples import sample
 from tests.support.processes import raised
-from ullage.engines.megatron import pack_training
+from ullage.engines.megatron import PackingScheduler
 
 
 def everything(rank, world):
@@ -45,9 +44,9 @@ def refusals(rank, samples):
         return [model]
 
     def step(model, capacity=64, begin=0, **more):
-        with pack_training(script.forward_step, capacity=capacity):
+        with loop.packed(PackingScheduler(capacity)):
             iterators = script.data_iterators(samples[begin:][: loop.BATCH], None)
-            get_forward_backward_func()(
+            script.get_forward_backward_func()(
                 forward_step_func=script.forward_step,
                 data_iterator=iterators,
                 model=model,
@@ -65,17 +64,12 @@ def refusals(rank, samples):
     cut = build(hybrid)
     hybrid.hybrid_context_parallel = True
 
-    def twice():
-        with pack_training(script.forward_step):
-            pack_training(script.forward_step)
-
     found = {
         "mean loss": raised(partial(step, mean)),
         "own attention on one stage": raised(partial(step, plain(apart) if rank else model)),
         "no capacity": raised(partial(step, model, None)),
         "other data": raised(partial(step, model, collect_non_loss_data=True, forward_only=True)),
         "hybrid context parallel": raised(partial(step, cut)),
-        "twice": raised(twice),
         "no samples left": raised(partial(step, model, forward_only=True, begin=len(samples))),
         "still sound": raised(partial(step, model)),
     }
@@ -89,8 +83,8 @@ def almost_nothing(rank):
     loop.set_arguments()
     script.ARGS.global_batch_size = 2
     model = build(loop.script_config())
-    with pack_training(script.forward_step, capacity=16) as training:
-        function = get_forward_backward_func()
+    with loop.packed(PackingScheduler(16)) as training:
+        function = script.get_forward_backward_func()
         iterator = iter([[] if rank else sample(1)])
         loss = script.train_step(script.forward_step, iterator, model, Optimizer(model), function)
     assert torch.isfinite(torch.tensor(loss))

@@ -1,7 +1,6 @@
 """A training script with the parts of Megatron-LM's pretrain_gpt.py and training.py, for a small model on CPUs.
 
-It knows nothing of packing: ``get_batch`` takes one padded sequence per microbatch, and every name is found where
-Megatron-LM's scripts have it.
+It knows nothing of packing: ``get_batch`` takes one padded sequence per microbatch.
 """
 
 from functools import partial
@@ -59,12 +58,6 @@ def forward_step(data_iterator, model):
     return output_tensor, partial(loss_func, loss_mask)
 
 
-def num_floating_point_operations(args, batch_size):
-    """Two FLOPs per parameter and token, and attention: 3 · batch · (2·p·s + 4·layers·h·s²/2)."""
-    length = args.seq_length
-    return 3 * batch_size * (2 * args.parameters * length + 2 * args.num_layers * args.hidden_size * length**2)
-
-
 def averaged(losses):
     """The mean loss per token over the microbatches and ranks, on the last pipeline stage; None elsewhere."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -110,15 +103,10 @@ def evaluate(forward_step_func, data_iterator, model):
 
 
 def train(forward_step_func, model, optimizer, train_data_iterator):
-    """The losses of the steps, and what the log says of each: FLOPs."""
-    args = get_args()
-    forward_backward_func = get_forward_backward_func()
-    losses, flops = [], []
-    for _ in range(args.train_iters):
-        losses.append(train_step(forward_step_func, train_data_iterator, model, optimizer, forward_backward_func))
-        batch_size = args.micro_batch_size * parallel_state.get_data_parallel_world_size() * get_num_microbatches()
-        flops.append(num_floating_point_operations(args, batch_size))
-    return losses, flops
+    """The losses of the steps."""
+    function = get_forward_backward_func()
+    steps = range(get_args().train_iters)
+    return [train_step(forward_step_func, train_data_iterator, model, optimizer, function) for _ in steps]
 
 
 def data_iterators(samples, virtual):

@@ -1,9 +1,8 @@
 """Lists in, lists out: lengths to lists of ids, over the plan, as the balancing functions of other frameworks work.
 
 ``partitions`` divides values evenly, ``bins`` fills microbatches, ``schedule`` fills the microbatches of every rank.
-Pure: no process group, no device, no data. Other frameworks' names and signatures are a table over these three,
-which ``ullage.engines.frameworks`` puts in place of a framework's own functions. ``pack_lengths`` packs a whole dataset,
-without ranks or steps.
+Pure: no process group, no device, no data. ``ullage.engines.frameworks`` is a table of other frameworks' functions over
+these three. ``pack_lengths`` packs a whole dataset, without ranks or steps.
 """
 
 from __future__ import annotations

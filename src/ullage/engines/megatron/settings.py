@@ -138,20 +138,6 @@ def transformer_terms(config: Any, vocab_size: int = 0) -> tuple[int, int] | Non
     return linear, 2 * layers * heads * dim
 
 
-def flops_of_lengths(one_sequence: Callable[[int], float], length: int, num_tokens: int, squares: int) -> float:
-    """FLOPs of sequences of any lengths, by a formula that knows only sequences of one length.
-
-    Args:
-        one_sequence: FLOPs of a sequence by its length: a·length + b·length², as of a transformer.
-        length: a length at which to read the formula; the other is twice this.
-        num_tokens: Σlength.
-        squares: Σlength².
-    """
-    once, twice = one_sequence(length), one_sequence(2 * length)
-    quadratic = (twice - 2 * once) / (2 * length**2)
-    return (once / length - quadratic * length) * num_tokens + quadratic * squares
-
-
 _POLICIES = ("append_dummy_seq", "extend_last")
 
 
