@@ -20,7 +20,7 @@ checkpoint is converted without it."""
 
 
 #: What ``--to`` and ``--dtype`` take.
-Format = Literal["universal", "safetensors", "dcp", "torch_dist", "trainer", "zero1", "zero2", "zero3"]
+Format = Literal["universal", "safetensors", "dcp", "trainer", "zero1", "zero2", "zero3"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -70,7 +70,7 @@ def convert_checkpoint(
         raise UsageError(
             f"a {to} checkpoint keeps its dtypes and its optimizer state",
             found=f"--dtype {dtype}" if dtype else "--weights-only",
-            hint="use --to safetensors, --to dcp or --to torch_dist",
+            hint="use --to safetensors or --to dcp",
         )
     storage = storage_options(storage_option)
     inventory = read(source, storage_options=storage)

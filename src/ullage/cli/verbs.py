@@ -12,7 +12,7 @@ VERBS = {
     "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",
     "audit": "Show that a model keeps packed sequences apart: outputs, gradients, and that nothing leaks.",
     "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
-    "convert": "Convert a checkpoint to universal, safetensors, dcp or torch_dist, for any number of ranks.",
+    "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
     "verify": "Compare a converted checkpoint with its source, byte by byte.",
     "diff": "Say which tensors of two checkpoints differ, and by how much.",
 }

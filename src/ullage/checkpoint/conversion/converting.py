@@ -85,10 +85,6 @@ _TWINS = {
         "ranks hold different values of one parameter",
         "each rank that has a part of a matrix saves the whole of its momentum; train on from another checkpoint",
     ),
-    "torch_dist": (
-        "the optimizer's master copy is not the model's weight",
-        "Megatron-Core 0.16.1 writes it so where a bucket of its buffers is padded; save again with --no-save-optim",
-    ),
 }
 
 
@@ -112,10 +108,10 @@ def convert(
         target: a folder that does not exist, whose parents are made. Of ``zero1`` to ``zero3`` the folder for
             ``engine.load_checkpoint``: the files lie in ``global_stepN`` of it, and ``latest`` beside that; or a folder
             of such a name itself.
-        format: ``universal``, ``safetensors``, ``dcp``, ``torch_dist`` (Megatron-Core's), ``trainer`` (a folder that a
-            plain Trainer resumes from), or ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
+        format: ``universal``, ``safetensors``, ``dcp``, ``trainer`` (a folder that a plain Trainer resumes from), or
+            ``zero1``, ``zero2``, ``zero3``: shards of a DeepSpeed run of that stage.
         workers: threads of this process; by default two for each processor that it may use, at most 8.
-        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors, dcp, torch_dist); of ``zero1`` to
+        dtype: cast weights to ``bfloat16``, ``float16`` or ``float32`` (safetensors, dcp); of ``zero1`` to
             ``zero3`` the dtype that the run trains in, by default that of the source's module.
         optimizer: whether to carry the optimizer's state; by default not to safetensors, always to universal.
         progress: called as ``progress(done, total)``, in bytes, from any thread, never from two at once.

@@ -183,7 +183,7 @@ class _Worker:
         before = len(tally.runs)
         # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
         tensor = payload.tensor
-        as_read = payload.dtype == tensor.dtype and tensor.merge.kind == "flat" and not tensor.is_coded
+        as_read = payload.dtype == tensor.dtype and tensor.merge.kind == "flat"
         fd = os.open(os.path.join(self.partial, self.targets[unit.first].name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
@@ -299,9 +299,7 @@ def _read_small(
     Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
     """
     counts = [0] * len(wanted)
-    plain = [
-        i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and not t.is_coded and t.dtype == dtype
-    ]
+    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and t.dtype == dtype]
     for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
         tensor, dtype, at = wanted[i]
         mine = Tally(tally.runs)

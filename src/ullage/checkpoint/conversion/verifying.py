@@ -8,7 +8,6 @@ must hold beside tensors is laid out again from the source, and looked for in th
 universal     every state file's description, the steps, ``optimizer_state.pt``, the model states
 safetensors   the indexes, what the headers say beside tensors, ``config.json`` and its like
 dcp           ``.metadata`` and every item that it names
-torch_dist    ``common.pt``, ``metadata.json``, the weights beside their masters, objects of ranks
 trainer       as safetensors, and ``optimizer.pt`` and ``scheduler.pt``
 zero          every file, object by object
 ============  ======================================================================================================
@@ -36,12 +35,11 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.metadata import brief
 from ullage.checkpoint.files.pickling import Constant, FunctionCall, Instance, TensorCopy, pickled
 from ullage.checkpoint.files.torchfile import TorchFile, read_bytes, read_torch_file
-from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef, Unpickler
-from ullage.checkpoint.formats import dcp, safetensors, torch_dist, trainer_folder
+from ullage.checkpoint.files.unpickling import Inert, Named, TensorRef
+from ullage.checkpoint.formats import dcp, safetensors, trainer_folder
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import COMPLETE
 from ullage.checkpoint.formats.table import STAGES, read
-from ullage.checkpoint.formats.torch_dist import MegatronDetails
 from ullage.checkpoint.formats.universal import universal_targets
 from ullage.checkpoint.formats.zero_shards import zero_targets
 from ullage.checkpoint.zero.modules import whole_tensor
@@ -154,8 +152,6 @@ def _compare_files(ours: Inventory, theirs: Inventory) -> _FileComparison:
             found.dcp()
         elif theirs.format == "zero" and not made_apart:
             found.zero()
-        elif theirs.format == "torch_dist" and found.options:
-            found.torch_dist()
     except CheckpointError as error:  # the source cannot be converted to this
         found.problems.append(Problem.of_error(error, error.where))
     finally:
@@ -355,25 +351,6 @@ class _FileComparison:
     def trainer(self) -> None:
         """The archives beside the weights, object by object, with the optimizer's tensors."""
         self._compare_plan([p for p in trainer_folder.trainer_targets(self.ours) if p.root is not None])
-
-    # Megatron-Core's
-
-    def torch_dist(self) -> None:
-        """The files beside the tensors, the names in ``.metadata``, and the weights of which there are masters."""
-        options = {"dtype": self.options.get("dtype"), "optimizer": bool(self.options.get("optimizer"))}
-        plan = torch_dist.torch_dist_targets(self.ours, **options)
-        self.root = self.folder.parent
-        # Of ``.metadata`` the entries alone: where a chunk lies follows from the order of the source's tensors.
-        described = next(planned for planned in plan if planned.name.endswith("/.metadata"))
-        _, entries, _ = dcp.read_metadata(self.folder)
-        wanted = Unpickler(described.texts[0][1]).load().get("state_dict_metadata")
-        self._conclude(_walk(wanted, entries, "the metadata"), None, described.name)
-        self._compare_plan([planned for planned in plan if planned is not described])
-        details = self.theirs.details
-        if isinstance(details, MegatronDetails):
-            for name, weight in details.weights.items():
-                if (name, "fp32") in self.ours:
-                    self.pairs.append((self.ours.tensor(name), weight, None))
 
     # Distributed checkpoints
 

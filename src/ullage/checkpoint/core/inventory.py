@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ullage.checkpoint.core.manifest import problems_of
-from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.core.paths import list_anew
 from ullage.checkpoint.core.problem import Problem
 from ullage.core.display import Paged, quantity
@@ -95,12 +95,11 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The part of a tensor that one model rank holds: its shape, the fragments that tile it, how codes are decoded."""
+    """The part of a tensor that one model rank holds: its shape, the fragments that tile it."""
 
     model_rank: int
     shape: tuple[int, ...]
     fragments: Fragments
-    blocks: CodedBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,6 @@ class Tensor:
     def item_bytes(self) -> int:
         """Bytes per element."""
         return ITEM_BYTES[self.dtype]
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether the files hold codes of one byte in place of the elements."""
-        return any(s.blocks is not None for s in self.slices)
 
     @property
     def num_bytes(self) -> int:
@@ -367,7 +361,7 @@ def _tensor_problems(inventory: Inventory, tensor: Tensor, sizes: Int64) -> Iter
     for part in tensor.slices:
         fragments = part.fragments
         numel = math.prod(part.shape)
-        item = 1 if tensor.is_coded else tensor.item_bytes
+        item = tensor.item_bytes
         # Most tensors: one fragment that is the whole, within its file.
         one = len(fragments) == 1 and fragments.start[0] == 0 and fragments.length[0] == numel
         if one and fragments.offset[0] + numel * item <= sizes[fragments.file[0]]:

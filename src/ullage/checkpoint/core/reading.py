@@ -12,21 +12,18 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ullage.checkpoint.core.inventory import Inventory, Slice, Tensor
-from ullage.checkpoint.core.numbers import Bytes, CodedBlocks, as_floats, cast, count_not_finite, from_floats
+from ullage.checkpoint.core.numbers import Bytes, as_floats, cast, count_not_finite, from_floats
 from ullage.checkpoint.core.paths import Held, is_remote, key_of, open_to_read, read_into, store_at
 from ullage.core.errors import CheckpointError
 
 #: Bytes handled at once: small enough to stay in the cache between reading, summing and writing.
 CHUNK_BYTES = 2 << 20
 
-#: Tables of quantised state that are kept: scales (1.6 % of the codes of a rank) and values of the codes.
-_TABLES = 16
 #: Most bytes that one thread fetches from a store before it reads them.
 _FETCHED_BYTES = 64 << 20
 
@@ -100,19 +97,6 @@ class Sources:
             done += got
             self.num_bytes += got
 
-    def table(self, file: int, offset: int, count: int, tally: Tally) -> npt.NDArray[np.float32]:
-        """``count`` float32 values of ``file``, read once and kept while they are among the last used."""
-        key = file, offset
-        if key not in self._tables:
-            values = np.empty(count, np.float32)
-            self.read(file, offset, values.view(np.uint8).data)
-            tally.runs.append((file, offset, values.nbytes, zlib.crc32(values.view(np.uint8).data)))
-            self._tables[key] = values
-            if len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        return self._tables[key]
-
     def _read_remote(self, file: int, offset: int, into: memoryview) -> None:
         key = self._key(file)
         found = self._held.find(key, offset, offset + len(into))
@@ -167,7 +151,7 @@ class Tally:
 
 def ranges_of(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """(file, offset, bytes) that :func:`stream` reads for these elements; of a strided tensor, all that it may read."""
-    item, row = 1 if tensor.is_coded else tensor.item_bytes, row_elements(tensor)
+    item, row = tensor.item_bytes, row_elements(tensor)
     for index, part in enumerate(tensor.slices):
         low, high = start, stop
         if tensor.merge.kind == "columns":
@@ -229,9 +213,6 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         into: memory for exactly these elements.
         tally: gets a run per read.
     """
-    if part.blocks is not None:
-        _decode(sources, part, part.blocks, low, high, into, tally)
-        return
     # The fragments of a window tile it in order, so the buffer is filled from its beginning without a gap.
     found = part.fragments.window(low, high, item)
     view, at = into.data, 0
@@ -241,20 +222,6 @@ def _gather(sources: Sources, part: Slice, low: int, high: int, item: int, into:
         tally.add(file, offset, view[at:end])
         at = end
     if at != len(into):  # cannot be in an inventory without problems
-        raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
-
-
-def _decode(sources: Sources, part: Slice, blocks: CodedBlocks, low: int, high: int, into: Bytes, tally: Tally) -> None:
-    """As ``_gather``, of a slice whose files hold codes of one byte."""
-    found, at = part.fragments.window(low, high, 1), 0
-    values = into.view(np.float32)
-    for file, offset, length in zip(found.file.tolist(), found.offset.tolist(), found.length.tolist()):
-        codes = np.empty(length, np.uint8)
-        sources.read(file, offset, codes.data)
-        tally.runs.append((file, offset, length, zlib.crc32(codes.data)))
-        values[at : at + length] = blocks.decode(file, offset, codes, partial(sources.table, tally=tally))
-        at += length
-    if at != len(values):  # cannot be in an inventory without problems
         raise CheckpointError("elements that no fragment holds", where=f"elements [{low}, {high})")
 
 

@@ -1,17 +1,16 @@
-"""Hugging Face names of experts that AutoEP has stacked, as its files have them and as its models do.
+"""Hugging Face names of experts that AutoEP has stacked, as files of weights on the hub have them.
 
-AutoEP takes the place of a block of experts in a Hugging Face model and gives its tensors names of its own. For the
-models in ``_EXPERTS`` they get their names back: in safetensors those of the files on the hub, one tensor per expert,
-and in DCP those of the model in memory (transformers 5), where gate and up projections of all experts are one tensor:
+AutoEP takes the place of a block of experts in a Hugging Face model and gives its tensors names of its own. In
+safetensors the models of ``_EXPERTS`` get theirs back, one tensor per expert:
 
-==================  ====================================================  =========================================
-AutoEP              files of weights                                      the model in memory
-==================  ====================================================  =========================================
-experts.w1 [E,I,H]  experts.<e>.gate_proj.weight (Mixtral: w1.weight)     experts.gate_up_proj [E,2I,H], first rows
-experts.w3 [E,I,H]  experts.<e>.up_proj.weight (Mixtral: w3.weight)       experts.gate_up_proj, last rows
-experts.w2 [E,H,I]  experts.<e>.down_proj.weight (Mixtral: w2.weight)     experts.down_proj
-router.gate.weight  gate.weight                                           gate.weight
-==================  ====================================================  =========================================
+==================  ====================================================
+AutoEP              files of weights
+==================  ====================================================
+experts.w1 [E,I,H]  experts.<e>.gate_proj.weight (Mixtral: w1.weight)
+experts.w3 [E,I,H]  experts.<e>.up_proj.weight (Mixtral: w3.weight)
+experts.w2 [E,H,I]  experts.<e>.down_proj.weight (Mixtral: w2.weight)
+router.gate.weight  gate.weight
+==================  ====================================================
 
 Mixtral's files also say ``block_sparse_moe`` for ``mlp``. No byte is moved for a name: a tensor is a window of the
 stack's fragments. Source: ``conversion_mapping.py`` of transformers 5.23, ``auto_ep_layer.py`` of DeepSpeed 0.19.8.
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ullage.checkpoint.core.inventory import Band, Inventory, Merge, Tensor
+from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.formats.entries import rows_of
 from ullage.checkpoint.formats.locate import object_of
 from ullage.checkpoint.zero.states import Details
@@ -42,20 +41,19 @@ _OTHERS = {"router.": "", "shared_experts.": "shared_expert.", "shared_experts_g
 
 def hub_named(inventory: Inventory, format: str) -> Inventory:
     """``inventory`` with the names that ``format`` gives AutoEP's tensors; any other inventory as it is."""
-    paths, model_type = _stacks(inventory) if format in ("safetensors", "dcp") else (set(), None)
+    paths, model_type = _stacks(inventory) if format == "safetensors" else (set(), None)
     if not paths:
         return inventory
     if model_type is None:
         note = f"experts keep AutoEP's names: no config.json tells a model of {', '.join(_EXPERTS)}"
         return replace(inventory, notes=(*inventory.notes, *([note] if note not in inventory.notes else [])))
-    by_name = {(t.name, t.key): t for t in inventory.tensors}
     tensors: list[Tensor] = []
     for tensor in inventory.tensors:
         path = _path(tensor.name, paths)
         if path is None:
             tensors.append(tensor)
         else:
-            tensors += _rename(tensor, path, by_name, model_type, in_files=format == "safetensors")
+            tensors += _rename(tensor, path, model_type)
     aliases = {alias: own for alias, own in inventory.aliases.items() if _path(alias, paths) is None}
     return replace(inventory, tensors=tuple(tensors), aliases=aliases)
 
@@ -83,39 +81,18 @@ def _path(name: str, paths: set[str]) -> str | None:
     return next((p for n in range(len(parts) - 1, 0, -1) if (p := ".".join(parts[:n])) in paths), None)
 
 
-def _rename(
-    tensor: Tensor, path: str, by_name: dict[tuple[str, str], Tensor], model_type: str, in_files: bool
-) -> Iterator[Tensor]:
-    """The tensors that are made of one of AutoEP's.
-
-    Args:
-        tensor: one of AutoEP's.
-        path: of its block.
-        by_name: all tensors of the checkpoint, by name and key.
-        model_type: Hugging Face's name of the architecture.
-        in_files: whether to give the names in files, and not those in memory.
-    """
+def _rename(tensor: Tensor, path: str, model_type: str) -> Iterator[Tensor]:
+    """The tensors that are made of one of AutoEP's, in the block at ``path``."""
     within = tensor.name.removeprefix(f"{path}.")
     memory, files = _BLOCKS.get(model_type, ("", ""))
     stem, dot, last = path.rpartition(".")
-    block = f"{stem}{dot}{files}" if in_files and memory and last == memory else path
+    block = f"{stem}{dot}{files}" if memory and last == memory else path
     which = {"experts.w1": 0, "experts.w2": 1, "experts.w3": 2}.get(within)
     if which is None:
         begin = next((b for b in _OTHERS if within.startswith(b)), None)
         yield replace(tensor, name=f"{block}.{_OTHERS[begin]}{within.removeprefix(begin)}" if begin else tensor.name)
-    elif in_files:
-        own = _EXPERTS[model_type][which]
-        for expert in range(tensor.shape[0]):
-            one = rows_of(tensor, expert, expert + 1)
-            name = f"{block}.experts.{expert}.{own}.weight"
-            yield replace(one, name=name, shape=one.shape[1:], extra={})
-    elif which == 1:
-        yield replace(tensor, name=f"{block}.experts.down_proj")
-    elif which == 0:
-        # Two stacks as one, with the rows of the second below those of the first in each expert.
-        up = by_name[f"{path}.experts.w3", tensor.key]
-        experts, rows, columns = tensor.shape
-        merge = Merge("columns", experts, 2 * rows, columns, (Band(0, 0, 0, rows), Band(1, 0, rows, rows)))
-        shape, slices = (experts, 2 * rows, columns), (tensor.slices[0], up.slices[0])
-        name = f"{block}.experts.gate_up_proj"
-        yield replace(tensor, name=name, shape=shape, slices=slices, merge=merge, extra={})
+        return
+    for expert in range(tensor.shape[0]):
+        one = rows_of(tensor, expert, expert + 1)
+        name = f"{block}.experts.{expert}.{_EXPERTS[model_type][which]}.weight"
+        yield replace(one, name=name, shape=one.shape[1:], extra={})

@@ -110,10 +110,13 @@ def _format(folder: Path) -> str | None:
     if ".metadata" not in names:
         return None
     # Either tells, so that damage of one does not make another format of it.
-    return "torch_dist" if "common.pt" in names or is_megatron(folder) else "dcp"
+    if "common.pt" in names or _is_megatron(folder):
+        hint = "export the model with megatron-bridge, and give the folder that it writes"
+        raise CheckpointError("Megatron-Core's distributed checkpoints are not read", where=str(folder), hint=hint)
+    return "dcp"
 
 
-def is_megatron(folder: Path) -> bool:
+def _is_megatron(folder: Path) -> bool:
     """Whether ``metadata.json`` is that of Megatron-Core's distributed checkpoints."""
     path = folder / "metadata.json"
     if not path.is_file():

@@ -21,7 +21,6 @@ from ullage.checkpoint.formats.entries import known_buffers
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import checkpoints_of, locate_checkpoint
 from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
-from ullage.checkpoint.formats.torch_dist import read_torch_dist, torch_dist_targets
 from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
 from ullage.checkpoint.formats.universal import read_universal, universal_targets
 from ullage.checkpoint.formats.zero_shards import notes_on_rounded, read_zero, zero_targets
@@ -33,11 +32,10 @@ _READERS = {
     "universal": read_universal,
     "safetensors": read_safetensors,
     "dcp": read_dcp,
-    "torch_dist": read_torch_dist,
     "trainer": read_trainer,
 }
 #: What lays out the files of the formats that take a dtype, and may leave the optimizer's state out.
-_WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets, "torch_dist": torch_dist_targets}
+_WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets}
 #: The formats that are shards of a number of ranks, and their ZeRO stage.
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 #: The formats that a checkpoint can be converted to.
@@ -51,7 +49,7 @@ def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -
 
     ``folder`` is a folder of this machine or a URL that fsspec knows, for which ``storage_options`` are fsspec's: the
     tag's folder of a DeepSpeed ZeRO checkpoint, or its parent with ``latest`` or ``latest_checkpointed_iteration.txt``;
-    or a universal, safetensors, DCP or Megatron-Core folder; or ``checkpoint-N`` of a Trainer, with ``optimizer.pt`` or
+    or a universal, safetensors or DCP folder; or ``checkpoint-N`` of a Trainer, with ``optimizer.pt`` or
     a folder of these in it; or a Trainer's folder, of which it is the newest checkpoint, and a note says so. No tensor
     data is read, and no code of the files is run. Problems are collected, not raised: see :meth:`Inventory.problems`.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice, Tensor
-from ullage.checkpoint.core.numbers import ITEM_BYTES, CodedBlocks
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.zero import shards
@@ -259,7 +259,7 @@ def _flat(name: str, slices: list[Slice], place: Joint, patterns: Patterns, item
 
 def _whole(slices: list[Slice], shape: tuple[int, ...], fragments: Fragments) -> Slice:
     """One slice that holds the whole, from ``fragments`` of several."""
-    return Slice(slices[0].model_rank, shape, fragments, CodedBlocks.join([s.blocks for s in slices]))
+    return Slice(slices[0].model_rank, shape, fragments)
 
 
 def _stacked_shape(name: str, slices: list[Slice], dim: int) -> tuple[int, ...]:
@@ -445,18 +445,15 @@ class Joining:
             if shape is None:
                 self.folder.add_problem(f"no slice of {key} on tensor-parallel rank {rank}", parameter=name)
                 return []
-            parts[rank] = Slice(lead.model_rank, shape, Fragments.of([]), lead.blocks), dtype, group
+            parts[rank] = Slice(lead.model_rank, shape, Fragments.of([])), dtype, group
         slices = [parts[t][0] for t in range(self.tp)]
         dtypes = sorted({part[1] for part in parts.values()})
         if len(dtypes) > 1:
             what = f"slices of {key} are of several dtypes"
             self.folder.add_problem(what, parameter=name, found=", ".join(dtypes))
             return []
-        if len({s.blocks is None for s in slices}) > 1:
-            self.folder.add_problem(f"slices of {key} are 8-bit on some ranks only", parameter=name)
-            return []
         try:
-            whole = join(name, slices, self.patterns, ITEM_BYTES[dtype] if slices[0].blocks is None else 1)
+            whole = join(name, slices, self.patterns, ITEM_BYTES[dtype])
         except CheckpointError as error:
             self.folder.problems.append(Problem.of_error(error, parameter=error.where or name))
             return []

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ullage.checkpoint.core.inventory import Fragments, Group
-from ullage.checkpoint.core.numbers import CodedBlocks, CodedPart
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.zero.folder import Folder
 from ullage.checkpoint.zero.shards import ShardFile
@@ -93,28 +92,21 @@ def undealt(names: list[str], ranks: int) -> list[str]:
     return [name for _, name in sorted(zip(dealt, names))]
 
 
-def fragments_of(
-    folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]
-) -> tuple[str, list[Fragments], CodedBlocks | None]:
-    """The dtype of one state of a group, its fragments by parameter, and how they are decoded where they are codes.
-
-    The state is cut like the weights.
-    """
+def fragments_of(folder: Folder, group: Group, key: str, mine: dict[int, ShardFile]) -> tuple[str, list[Fragments]]:
+    """The dtype of one state of a group, and its fragments by parameter. The state is cut like the weights."""
     # 1. Where the flat tensor of each rank lies; numel is -1 for a rank that lacks it.
     lead = mine[min(mine)]
     first = lead.flats[group.index][key]
-    dtype, coded = first.dtype, dict[int, CodedPart]()
+    dtype = first.dtype
     offset, numel = np.zeros(group.num_shards, np.int64), np.full(group.num_shards, -1, np.int64)
     file = np.zeros(group.num_shards, np.int64)
     for rank, shard in mine.items():
         flat = shard.flats[group.index].get(key) if group.index < len(shard.flats) else None
-        if flat is None or flat.dtype != dtype or (flat.coded is None) != (first.coded is None):
+        if flat is None or flat.dtype != dtype:
             facts = {"expected": dtype, "found": flat and flat.dtype}
             folder.add_problem(f"state {key} is missing or of another dtype", shard, group=group.index, **facts)
             continue
         offset[rank], numel[rank], file[rank] = flat.offset, flat.numel, shard.file
-        if flat.coded is not None:
-            coded[shard.file] = flat.coded
     # 2. Pieces that end beyond their flat tensor are problems, and are left out.
     pieces = group.pieces
     short = (numel[pieces.shard] >= 0) & (pieces.shard_start + pieces.length > numel[pieces.shard])
@@ -122,7 +114,7 @@ def fragments_of(
     # 3. The byte at which each piece begins in its file.
     where = offset[pieces.shard] + pieces.shard_start * first.item_bytes
     found = fragments_by_parameter(group, file[pieces.shard], where, (numel[pieces.shard] >= 0) & ~short)
-    return dtype, found, CodedBlocks(coded) if coded else None
+    return dtype, found
 
 
 def fragments_by_parameter(group: Group, file: Int64, offset: Int64, keep: Any = None) -> list[Fragments]:

@@ -394,12 +394,7 @@ class _Trained:
         if key not in lead.flats[group.index]:
             folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
             return
-        dtype, fragments, blocks = fragments_of(folder, group, key, part.mine)
-        if blocks is not None:
-            folder.notes.append(f"group {group.index}: {key} is 8-bit in the files, and is decoded to float32")
-            if any(placed.rows is not None for placed in part.placed):
-                folder.add_problem("8-bit state of stacked experts is not supported", lead, group=group.index)
-                return
+        dtype, fragments = fragments_of(folder, group, key, part.mine)
         for placed, pieces in zip(part.placed, fragments):
             there, rank = self.joining.stage_of(self.slices, placed.name, key, group.model_rank)
             whole = placed.moved(pieces, ITEM_BYTES[dtype])
@@ -409,7 +404,7 @@ class _Trained:
                     folder.add_problem(f"state {key} is missing or of another dtype", lead, group=group.index)
                     continue
                 whole = Fragments.join([known.fragments, whole])
-            there[rank] = Slice(group.model_rank, placed.shape, whole, blocks), dtype, lead.group_of[group.index]
+            there[rank] = Slice(group.model_rank, placed.shape, whole), dtype, lead.group_of[group.index]
 
     def _add_momentum(self, momentum: Momentum, part: FlatBuffer, group: int) -> None:
         """Add the whole momenta of a Muon group; of several copies the first is taken, the others must equal it."""

@@ -8,30 +8,18 @@ Names (``pp_rank`` in them is the data-parallel rank, ``mp_rank`` counts tensor-
     layer_{L}[-model_{TP}]-model_states.pt                   layers of a pipeline module
     layer_{L}_expert_{E}_mp_rank_{MP}_model_states.pt        experts, see ``expert_layers``
 
-State of the 8-bit optimizers of bitsandbytes (``adamw_bnb_8bit`` and the like) is found among a shard's tensors. A
-parameter of such an optimizer, which is a rank's whole partition here, has up to two states. State *i* is
-
-    state{i}     codes, uint8, one per element; or float32, in a partition of fewer than ``min_8bit_size`` elements
-    qmap{i}      the 256 values of the codes, float32
-    absmax{i}    one float32 scale per block of (today) 256 elements, from the first element of the partition
-
-and all of them may lie one dict deeper, under a name that hides them from FSDP. The size of a block is not saved; it
-follows from the number of scales. Two states are Adam's moments (AdamW, LAMB too) and get the names that DeepSpeed
-has for them. One state may be a momentum, a second moment or a sum: nothing says which, so it keeps its name.
-
-Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19; ``bitsandbytes/optim/optimizer.py``
-0.50.
+Source: ``deepspeed/runtime/engine.py`` and ``pipe/module.py`` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ullage.checkpoint.core.inventory import File
-from ullage.checkpoint.core.numbers import ITEM_BYTES, NUM_CODES, CodedPart, elements_per_scale
+from ullage.checkpoint.core.numbers import ITEM_BYTES
 from ullage.checkpoint.files import metadata
 from ullage.checkpoint.files.metadata import Shapes
 from ullage.checkpoint.files.torchfile import RefusedFile, TorchFile, as_number, read_torch_file
@@ -61,7 +49,6 @@ _FOLDED = "AutoEP folded with tensor parallelism is not supported"
 #: The entry of a state that holds what is quantised.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 #: Two states of these optimizers, by the names that all others have for them.
-_MOMENTS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 @dataclass
@@ -256,7 +243,7 @@ def read_shard(folder: Path, index: int, file: File) -> tuple[ShardFile, TorchFi
                 "the master weights lie outside the checkpoint (offloaded?)", where=f"{where}, group {i}"
             )
         flat, scalar = _split(source, master, state, f"{where}, group {i}")
-        flats.append(decode_states(flat))
+        flats.append(flat)
         scalars.append(scalar)
         step = state.get("step")
         dtypes.append(step.dtype if isinstance(step, TensorRef) else None)
@@ -400,18 +387,16 @@ class FlatTensor:
         dtype: of its elements.
         numel: number of elements.
         offset: byte of the file at which the first lies.
-        coded: how its elements are decoded, where the file holds codes of one byte.
     """
 
     dtype: str
     numel: int
     offset: int
-    coded: CodedPart | None = None
 
     @property
     def item_bytes(self) -> int:
         """Bytes per element in the file."""
-        return ITEM_BYTES[self.dtype] if self.coded is None else 1
+        return ITEM_BYTES[self.dtype]
 
 
 def unwrap_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -420,29 +405,3 @@ def unwrap_state(state: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict):
         return state
     return {key: value for key, value in state.items() if key != _WRAPPED} | inner
-
-
-def decode_states(flats: dict[str, FlatTensor]) -> dict[str, FlatTensor]:
-    """The tensors of a group by key, where codes with their scales and table are one float32 tensor.
-
-    What does not have the layout above stays as it is, to be refused by its name (``states``).
-    """
-    found = dict(flats)
-    first, second = flats.get("state1"), flats.get("state2")
-    # AdEMAMix keeps two moments in its first state, which then is no partition.
-    if first is None or (second is not None and second.numel != first.numel):
-        return found
-    for number in "12" if second is not None else "1":
-        codes, scales, table = (flats.get(f"{stem}{number}") for stem in ("state", "absmax", "qmap"))
-        if codes is None or codes.dtype != "uint8" or scales is None or table is None:
-            continue
-        block = elements_per_scale(codes.numel, scales.numel)
-        if block is None or table.numel != NUM_CODES or {scales.dtype, table.dtype} != {"float32"}:
-            continue
-        part = CodedPart(codes.offset, scales.offset, table.offset, codes.numel, block)
-        found[f"state{number}"] = replace(codes, dtype="float32", coded=part)
-        del found[f"absmax{number}"], found[f"qmap{number}"]
-    if second is None:
-        return found
-    # What is still codes keeps its name, by which it is refused.
-    return {key if flat.dtype == "uint8" else _MOMENTS.get(key, key): flat for key, flat in found.items()}

@@ -1,6 +1,7 @@
 """Optimizer state that is not cut like the weights, and what else of a ZeRO checkpoint writers of other formats need.
 
-A state tensor as long as the partition is cut with the weights, after ``shards.decoded`` has found what is quantised.
+A state tensor as long as the partition is cut with the weights. Codes of one byte, as 8-bit
+optimizers save them, are refused.
 Muon's momentum is whole parameters (:func:`take_momentum`). Any other tensor may belong to ONE rank's partition, and
 would mean nothing once the partition is gone: the optimizer's state is refused. The weights are not concerned. Numbers
 that are the same on all ranks are carried.
