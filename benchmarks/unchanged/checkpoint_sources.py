@@ -86,8 +86,8 @@ def sources(folder: Path, only: str, note: Callable[[str], Any]) -> dict[str, Pa
         )
     for name, run in RUNS.items():
         makers[name] = lambda to, run=run: _run(to, *run)
-    makers |= {"muon": _muon, "8 bits": _eight_bits, "Hugging Face folder": _hugging_face, "dcp of torch": _dcp}
-    makers |= {"Trainer's folder": _trainer, "torch_dist of Megatron-Core": _megatron}
+    makers |= {"muon": _muon, "Hugging Face folder": _hugging_face, "dcp of torch": _dcp}
+    makers |= {"Trainer's folder": _trainer}
     for name, make in makers.items():
         if only not in name:
             continue
@@ -109,17 +109,6 @@ def _run(folder: Path, world: int, stage: int, config: dict[str, Any], module: s
         if "error" in result:
             raise RuntimeError(result["error"])
     return folder / "saved"
-
-
-def _eight_bits(folder: Path) -> Path:
-    """State of bitsandbytes' optimizers, in place of Adam's."""
-    from tests.checkpoint.test_quantised_state import GROUPS, to_8bit
-    from tests.support import real_zero
-
-    truth = real_zero.write(folder, real_zero.Recipe(stage=2, dp=2, groups=GROUPS))
-    for rank, path in enumerate(sorted(truth.tag_folder.glob("*optim_states.pt"))):
-        to_8bit(path, rank)
-    return truth.folder
 
 
 def _muon(folder: Path) -> Path:
@@ -195,18 +184,4 @@ def _trainer(folder: Path) -> Path:
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt", "buffers": buffers})
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
-    return folder
-
-
-def _megatron(folder: Path) -> Path:
-    """A model and its optimizer on two tensor-parallel ranks, saved as Megatron-LM's training does."""
-    from tests.support import megatron_checkpoints, processes
-    from tests.support.hugging_face_shapes import config_of
-
-    folder.mkdir(parents=True)
-    loads = ("torch", "megatron")
-    for outcome in processes.run(megatron_checkpoints.save, 2, str(folder), "llama", 2, 1, {}, loads=loads):
-        if "error" in outcome:
-            raise RuntimeError(outcome["error"])
-    (folder / "config.json").write_text(json.dumps(config_of("llama")))
     return folder

@@ -26,7 +26,6 @@ TARGETS: dict[str, dict[str, Any]] = {
     "safetensors, bfloat16": {"dtype": "bfloat16"},
     "dcp": {},
     "trainer": {},
-    "torch_dist": {},
 }
 
 

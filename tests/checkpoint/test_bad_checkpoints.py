@@ -234,3 +234,15 @@ def test_files_saved_without_checksums_are_read(run, tmp_path):
     finally:
         torch.serialization.set_crc32_options(options)
     assert convert(run, tmp_path / "out").records_checked == 0
+
+
+def test_megatron_cores_own_are_refused_by_name(tmp_path):
+    for name, text in (("common.pt", ""), ("metadata.json", '{"sharded_backend": "torch_dist"}')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(b"")
+        (folder / name).write_text(text)
+        with pytest.raises(
+            CheckpointError, match=r"Megatron-Core's distributed checkpoints are not read.*megatron-bridge"
+        ):
+            checkpoint.read(folder)

@@ -76,7 +76,7 @@ def origin(tmp_path_factory):
 
 def test_every_format_is_in_the_matrix():
     assert get_args(Format) == FORMATS
-    assert {*KINDS, "torch_dist"} == set(FORMATS)  # Megatron-Core's holds some models only: test_torch_dist
+    assert set(KINDS) == set(FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def one_process(tmp_path_factory):
 def test_the_table_of_the_docs_says_what_a_format_holds(format, one_process, tmp_path):
     section = (ROOT / "docs" / "formats.md").read_text().partition("## Directions")[2]
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \|" + r" (\w+) \|" * 6 + "$", section, re.MULTILINE)}
-    assert rows.keys() == {*KINDS, "torch_dist"}
+    assert rows.keys() == set(KINDS)
     checkpoint.convert(one_process, tmp_path / "out", format=format, **KINDS[format])
     assert checkpoint.verify(one_process, tmp_path / "out") == []
     found, whole = content(checkpoint.read(tmp_path / "out")), content(one_process)

@@ -266,8 +266,7 @@ class _FileComparison:
                     continue  # DeepSpeed's at stage 3: the tensor alone, which the inventory has
                 walk = _Walk(source, planned.stored)
                 walk.compare(planned.root, source.root)
-                within = source if self.root == self.folder else None  # ``common.pt`` has no tensors
-                self._conclude(walk, within, planned.name, known=planned.name.startswith("zero/"))
+                self._conclude(walk, source, planned.name, known=planned.name.startswith("zero/"))
 
     def _is_ours_alone(self, name: str) -> bool:
         """Files that DeepSpeed's converter does not write: for the other stages, and steps at stage 3."""

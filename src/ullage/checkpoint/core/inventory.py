@@ -262,7 +262,7 @@ class WrittenBy:
 class Inventory(Paged):
     """A checkpoint without its data. See :func:`ullage.checkpoint.read`.
 
-    ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp, torch_dist.
+    ``folder`` is the folder of the files (the tag's), ``format`` one of zero, universal, safetensors, dcp, trainer.
     ``steps`` is the optimizer's step by parameter group, as it was saved (a number; None where it keeps none).
     ``aliases`` maps a tied name to the name that is stored. ``notes`` are facts worth a line that hinder nothing.
     ``read_problems`` are those met while reading; :meth:`problems` adds those of the tiling. ``records`` gives, by

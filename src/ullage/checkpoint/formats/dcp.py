@@ -93,15 +93,6 @@ class ItemWriter:
         self.book(path, value, where)
         return where
 
-    def add_chunks(self, flat: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], TensorCopy]]) -> None:
-        """One tensor in several chunks, each with its first index along each dim."""
-        self.paths[flat] = (flat,)
-        for index, (offsets, copy) in enumerate(chunks):
-            said = {"fqn": flat, "offset": Size(offsets), "index": index}
-            self.storage.append((Instance(_METADATA, "MetadataIndex", said), self._lay(copy)))
-        placed = [(offsets, copy.tensor.shape) for offsets, copy in chunks]
-        self.entries[flat] = _tensor_entry(chunks[0][1].dtype, shape, placed)
-
     def _lay(self, value: Any) -> Instance:
         """The place of an item, laid after all others."""
         if isinstance(value, TensorCopy):

@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.core.inventory import Fragments, Inventory, Merge, Slice, Tensor
+from ullage.checkpoint.core.inventory import Inventory, Merge, Slice, Tensor
 from ullage.checkpoint.core.numbers import FLOATS, NUMBER_CODES
 from ullage.checkpoint.files.archive import Target, archive
 from ullage.checkpoint.files.pickling import Constant, TensorCopy, is_writable
@@ -244,30 +243,6 @@ def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
         for part, own, width in zip(tensor.slices, shapes, widths)
     ]
     return _flat(replace(tensor, shape=shape, slices=tuple(slices), merge=merge))
-
-
-def with_dim_in_front(tensor: Tensor) -> Tensor:
-    """The tensor with a dim of length 1 before its own: one layer of a stack."""
-    merge = tensor.merge
-    if merge.kind == "strided":
-        merge = replace(merge, strides=(0, *merge.strides))
-    return replace(tensor, shape=(1, *tensor.shape), merge=merge)
-
-
-def stacked_rows(parts: list[Tensor]) -> Tensor:
-    """Rows of one tensor, as :func:`rows_of` gives them, end to end as one tensor."""
-    if len(parts) == 1:
-        return parts[0]
-    first, starts = parts[0], list(accumulate((part.shape[0] for part in parts), initial=0))
-    rows, merge = starts.pop(), first.merge
-    slices = []
-    for number, lead in enumerate(first.slices):
-        width = math.prod(lead.shape) // max(1, first.shape[0])
-        held = [part.slices[number].fragments.moved(at * width) for part, at in zip(parts, starts)]
-        slices.append(Slice(lead.model_rank, (rows, width), Fragments.join(held)))
-    if merge.kind == "columns":
-        merge = replace(merge, outer=merge.outer // max(1, first.shape[0]) * rows)
-    return replace(first, shape=(rows, *first.shape[1:]), slices=tuple(slices), merge=merge)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Optimizer state that is not cut like the weights, and what else of a ZeRO checkpoint writers of other formats need.
 
-A state tensor as long as the partition is cut with the weights. Codes of one byte, as 8-bit
-optimizers save them, are refused.
-Muon's momentum is whole parameters (:func:`take_momentum`). Any other tensor may belong to ONE rank's partition, and
-would mean nothing once the partition is gone: the optimizer's state is refused. The weights are not concerned. Numbers
-that are the same on all ranks are carried.
+A state tensor as long as the partition is cut with the weights. Codes of one byte, as 8-bit optimizers save them, are
+refused. Muon's momentum is whole parameters (:func:`take_momentum`). Any other tensor may belong to ONE rank's
+partition, and would mean nothing once the partition is gone: the optimizer's state is refused. The weights are not
+concerned. Numbers that are the same on all ranks are carried.
 
 Muon makes a matrix orthogonal, so below stage 3 a rank needs the whole momentum of every parameter of which its
 partition has some elements: ``momentum_buffer`` is those parameters end to end, in the order of the flat buffer,

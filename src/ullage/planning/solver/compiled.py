@@ -118,7 +118,7 @@ class _Background:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._done: dict[Callable[..., Any], threading.Event] = {}
-        self._queue: queue.SimpleQueue[Callable[..., Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[..., Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: Whether nothing more is compiled.
         self.has_ended = False
@@ -137,8 +137,7 @@ class _Background:
         return done
 
     def _work(self) -> None:
-        while True:
-            function = self._queue.get()
+        while (function := self._queue.get()) is not None:
             try:
                 if _compiles():
                     compiled(function)
@@ -151,7 +150,8 @@ class _Background:
     def end(self) -> None:
         """Compile no more, and wait for the kernel at work: the process must not end under it."""
         self.has_ended = True
-        if self._thread is not None and not all(done.is_set() for done in self._done.values()):
+        self._queue.put(None)
+        if self._thread is not None:
             self._thread.join()
 
     def after_fork(self) -> None:
