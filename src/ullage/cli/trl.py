@@ -16,8 +16,9 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +28,19 @@ import typer
 
 from ullage.core.errors import InputError, UllageError, UsageError, first_line
 from ullage.core.replacing import replaced
+from ullage.datasets.tables import source_of, unreadable
 
 #: The method, as TRL names its command -> how its trainer and its configuration begin.
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 #: The heading of ullage's own arguments in the help.
 _OURS = "arguments of ullage"
+#: Each turn between two marks, its role in the first line; the assistant's is marked for the loss.
+_CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}{%- if m['role'] == 'assistant' %}"
+    "{%- generation %}{{- m['content'] + '<|im_end|>\\n' }}{%- endgeneration %}{%- else %}"
+    "{{- m['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 #: What accelerate's launcher and torchrun set for the processes that they start.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 
@@ -105,16 +114,22 @@ def _set_environment(arguments: Sequence[str]) -> None:
     path = _recipe(arguments)
     if path is None:
         return
+    recipe = read_recipe(path)
+    if isinstance(env := recipe.get("env"), dict):
+        os.environ.update({str(name): str(value) for name, value in env.items()})
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """The arguments in a file of YAML or JSON. Raises ``UsageError`` for what is none."""
     import yaml
 
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError("the recipe cannot be read", where=path, found=" ".join(str(error).split())) from error
+        raise UsageError("the recipe cannot be read", where=path, found=error) from error
     if not isinstance(recipe, dict):
         raise UsageError("the recipe is no recipe", where=path, expected="argument: value, one a line", found=recipe)
-    if isinstance(env := recipe.get("env"), dict):
-        os.environ.update({str(name): str(value) for name, value in env.items()})
+    return recipe
 
 
 def _parser_of(method: str) -> tuple[Any, Any]:
@@ -248,23 +263,92 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
     name = f"{METHODS[method]}Trainer"
     trainer = _stopping(getattr(trainers, name))
     try:
-        with replaced(library, name, trainer):
+        with replaced(library, name, trainer), _local(*parsed[:3]):
             script.main(*parsed)
     except UllageError:
         raise
     except (OSError, ValueError) as error:  # no data there, a model that cannot be read, arguments that contradict
         if trainer.has_begun:
             raise
-        data = getattr(parsed[0], "dataset_name", None) or ""
-        raise InputError(
-            "TRL's script cannot begin",
-            where=f"ullage trl {method}",
-            found=" ".join(str(error).split()),
-            hint=f"dataset_name takes a folder or a name, and in a recipe a file is: 'datasets: [{{path: json, "
-            f"data_files: {data}}}]'"
-            if Path(data).is_file()
-            else None,
-        ) from error
+        found = " ".join(str(error).split())
+        raise InputError("TRL's script cannot begin", where=f"ullage trl {method}", found=found) from error
+
+
+@contextmanager
+def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
+    """A block in which TRL's script takes what lies here, new models by name and ``--chat_template chatml``.
+
+    ``script``, ``config``, ``model``: the arguments of the script, the trainer and the model, which are changed.
+    """
+    import datasets
+
+    original = datasets.load_dataset
+
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
+        reader, files = source_of([path]) if isinstance(path, str) and "data_files" not in options else (path, {})
+        try:
+            found = original(reader, name, **{**options, **files})
+        except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise
+            raise unreadable([path], error) from error
+        train, test = script.dataset_train_split, script.dataset_test_split
+        if train not in found:
+            raise InputError("there is no such split", where=path, expected=" or ".join(found), found=train)
+        if config.eval_strategy != "no" and test not in found and not options.get("streaming"):
+            parts = found[train].train_test_split(0.05, seed=config.seed)
+            found = {train: parts["train"], test: parts["test"]}
+        _use_end_token(config, model, found[train].column_names or ())
+        return found
+
+    with replaced(datasets, "load_dataset", load), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+        _make_model(model, config.seed, f"{folder}/model")
+        if getattr(config, "chat_template_path", None) == "chatml":
+            config.chat_template_path = _make_template(f"{folder}/chatml")
+        yield
+
+
+def _make_model(model: Any, seed: int, folder: str) -> None:
+    """Put a new model by name, such as ``llama-64x2``, with a tokenizer of bytes into a folder that TRL loads."""
+    from transformers import set_seed
+
+    from ullage.datasets import byte_tokenizer
+    from ullage.models.by_name import causal_model, new_config
+
+    name, tokenizer = model.model_name_or_path, byte_tokenizer()
+    if name is None or new_config(name, tokenizer) is None:
+        return
+    set_seed(seed)
+    causal_model(name, tokenizer).save_pretrained(folder)
+    tokenizer.split_special_tokens = False  # the marks of a chat template are tokens
+    tokenizer.save_pretrained(folder)
+    model.model_name_or_path = folder
+
+
+def _make_template(folder: str) -> str:
+    """A tokenizer with ChatML's template, its marks and its end, which TRL clones into the model's own."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    marks = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})), **marks)
+    tokenizer.chat_template = _CHATML
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _use_end_token(config: Any, model: Any, columns: Sequence[str]) -> None:
+    """Let a run on chats end with the token that ends the turns of the model's own template, if no other is asked."""
+    from transformers import AutoTokenizer
+
+    is_chat = bool({"messages", "conversations", "prompt"} & {*columns})
+    if not is_chat or getattr(config, "eos_token", "") is not None or config.chat_template_path is not None:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision or "main")
+    if tokenizer.chat_template is None:
+        return
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ZyX"}]
+    after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ZyX")[2].strip()
+    marks = sorted({*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}, key=len, reverse=True)
+    config.eos_token = next((mark for mark in marks if after.startswith(mark)), None)
 
 
 def _stopping(kind: type[Any]) -> Any:

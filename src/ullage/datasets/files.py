@@ -9,12 +9,12 @@ The default tokenizer is ByT5's: one token per byte of UTF-8 and one for the end
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,9 @@ from ullage.datasets.stored import (
     require_token_ids,
     require_values,
 )
-from ullage.datasets.tables import ENDINGS as TABLES
-from ullage.datasets.tables import files_of, read_file
+from ullage.datasets.tables import READERS, read_rows, refuse_slip
 
-ENDINGS = (".npy", *TABLES)
+ENDINGS = (".npy", *READERS)
 #: Names of a column of lengths, in lower case.
 LENGTH_NAMES = ("length", "lengths", "len", "seq_len", "seqlen", "seq_length", "sequence_length", "num_tokens",
                 "tokens")  # fmt: skip
@@ -82,8 +81,9 @@ def read_lengths(
     Raises ``InputError`` for a file that is missing, empty, not what its ending says, or lacks the column (the message
     lists the columns), and for lists of anything but integers.
     """
-    sources = [path] if isinstance(path, (str, os.PathLike)) else path
-    files = [file for source in sources for file in files_of(source)]
+    sources = [os.fspath(each) for each in ([path] if isinstance(path, (str, os.PathLike)) else path)]
+    # A pattern stands for its files, each with lengths of its own.
+    files = [Path(file) for source in sources for file in sorted(glob.glob(source)) or [source]]
     parts = [_read_file(file, column, tokenizer) for file in files]
     for file, part in zip(files, parts, strict=True):
         if (part.column, part.unit) != (parts[0].column, parts[0].unit):
@@ -103,24 +103,18 @@ def amounts_in_file(path: str | os.PathLike[str], column: str) -> list[Any]:
 
     Rows without a value have none. Raises ``InputError`` for a file without that column, and for other values.
     """
-    found: list[Any] = []
-    for file in files_of(path):
-        where = f"{file}, column {column}"
-        with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
-            table = read_file(file, cache=folder).data
-            choose_column(table.column_names, column, str(file))
-            values = table.column(column).to_pylist()
-        for row, value in enumerate(values):
-            value = [] if value is None else value
-            if not all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value])):
-                raise InputError(
-                    "an amount must be an integer, or a list of them",
-                    where=f"{where}, row {row}",
-                    expected=">= 0",
-                    found=repr(value)[:60],
-                )
-        found += values
-    return [[] if value is None else value for value in found]
+    table = read_rows([os.fspath(path)])
+    choose_column(table.column_names, column, os.fspath(path))
+    found = [[] if value is None else value for value in table[column][:]]
+    for row, value in enumerate(found):
+        if not all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value])):
+            raise InputError(
+                "an amount must be an integer, or a list of them",
+                where=f"{os.fspath(path)}, column {column}, row {row}",
+                expected=">= 0",
+                found=repr(value)[:60],
+            )
+    return found
 
 
 def read_stream(data: bytes, column: str | None = None, tokenizer: str | None = None) -> Measured:
@@ -154,25 +148,18 @@ def _is_json(data: bytes) -> bool:
 
 def _read_file(path: Path, column: str | None, tokenizer: str | None) -> Measured:
     ending, where = path.suffix.lower(), str(path)
-    if ending not in ENDINGS:
-        here = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
-        near = get_close_matches(path.name, here, n=1)
-        raise InputError(
-            "a file's ending is unknown",
-            where=where,
-            expected=", ".join(ENDINGS),
-            found=ending or "none",
-            hint=f"did you mean {path.with_name(near[0])}?" if near else None,
-        )
+    refuse_slip(where, "file of lengths", must_exist=True)
+    if ending not in ENDINGS and not path.is_dir():
+        raise InputError("a file's ending is unknown", where=where, expected=", ".join(ENDINGS), found=ending or "none")
     if ending == ".npy":
         return Measured(_nonempty(_from_npy(path), where))
-    if column is None and ending not in (".parquet", ".arrow"):
+    if column is None and ending not in (".parquet", ".arrow") and path.is_file():
         numbers = _from_json(path) if ending == ".json" else _from_text(path, ending)
         if numbers is not None:
             return numbers
     with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
         # Mapped from there, so that a table may be larger than memory.
-        table = read_file(path, cache=folder).data
+        table = read_rows([where], cache=folder).data
         # Rows of JSON may have columns of their own; the first row decides which there are.
         names = [name for name in table.column_names if table.column(name)[0].is_valid]
         chosen = choose_column(table.column_names if column else names, column, where)
@@ -324,8 +311,8 @@ def _of_column(array: Any, column: str, where: str, tokenizer: str | None) -> Me
         # Arrow counts the bytes of UTF-8 itself; one more for the end.
         sizes = pc.call_function("binary_length", [array]).to_numpy().astype(np.int64)
         return _without_empty(np.where(_blank(array), 0, sizes + 1), where, column, BYTES)
-    if is_text(kind):
-        encode, texts = load_tokenizer(tokenizer), array.to_pylist()
+    if is_text(kind) and tokenizer is not None:
+        encode, texts = _load_tokenizer(tokenizer), array.to_pylist()
         # A thousand texts at a time, so that the ids of few are in memory.
         groups = (encode(texts[start : start + 1000]) for start in range(0, len(texts), 1000))
         lengths = np.array([len(ids) for group in groups for ids in group], np.int64)
@@ -346,12 +333,8 @@ def _without_empty(lengths: Int64, where: str, column: str, unit: str = "tokens"
     return Measured(_nonempty(kept, where), column, unit, len(lengths) - len(kept))
 
 
-def load_tokenizer(name: str | None) -> Callable[[Sequence[str]], list[list[int]]]:
-    """The function from texts to token ids: for ``None`` ByT5's of bytes, else that of what ``AutoTokenizer`` loads."""
-    if name is None:
-        # As transformers' ByT5Tokenizer, which takes seconds to load: three special ids lie before the bytes, and 1
-        # ends a text. "hi" is [107, 108, 1]. JSON may hold lone surrogates, which strict UTF-8 refuses.
-        return lambda texts: [[byte + 3 for byte in text.encode("utf-8", "surrogatepass")] + [1] for text in texts]
+def _load_tokenizer(name: str) -> Callable[[Sequence[str]], list[list[int]]]:
+    """The function from texts to token ids of what ``AutoTokenizer`` loads."""
     with needed_by("a tokenizer"):
         from transformers import AutoTokenizer
     try:

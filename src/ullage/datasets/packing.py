@@ -1,14 +1,8 @@
-"""Packing of a data set of sequences, or of a file of them, into rows of at most so many tokens.
+"""Packing of a data set of sequences into rows of at most so many tokens.
 
 A data set becomes what ``trl.pack_dataset`` makes of it, over our packing: all sequences are packed at once, TRL packs
 each map batch of 1000 rows by itself. Rows hold the columns end to end and, as TRL's do, ``seq_lengths``, by which its
 collator makes ``position_ids`` and ours takes the sequences apart again.
-
-A file is read into Arrow on the disk, beside the target, so that only lengths and the rows of one group are in memory;
-everything is written there and moved to its place when it is complete. Its rows have the columns that padding-free
-trainers read: ``input_ids``, ``labels``, ``position_ids`` that begin again with each sequence (by which transformers
-tells sequences apart), and ``seq_lengths``. The first label of each sequence is −100, so that a loss that shifts never
-crosses a boundary, as in transformers' own flattening. Rows are shuffled, because packing puts long sequences first.
 
 Source: trl 1.16 ``data_utils.py``, ``pack_dataset``.
 """
@@ -16,23 +10,15 @@ Source: trl 1.16 ``data_utils.py``, ``pack_dataset``.
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ullage.core.display import Shown, quantity
 from ullage.core.errors import MOST_TOKENS, InputError, listed, require_int, require_one_of
 from ullage.core.extras import needed_by
 from ullage.core.layout import Int64, Layout, ranges, starts_of
-from ullage.datasets.files import load_tokenizer
-from ullage.datasets.stored import is_list, list_lengths, require_token_ids, require_values
-from ullage.datasets.tables import column_kind, quiet, read_file, text_column
+from ullage.datasets.stored import list_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -45,36 +31,6 @@ _GROUP_TOKENS = 2**22
 _OVERSIZE = ("error", "truncate", "drop")
 #: TRL's strategies, and what each does with a longer sequence.
 _STRATEGIES = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
-
-
-@dataclass(frozen=True, repr=False)
-class PackReport(Shown):
-    """Counts of a packing.
-
-    ``tokens_in = num_tokens + truncated_tokens + dropped_tokens``, and ``capacity_tokens = num_tokens +
-    padding_tokens``. ``num_sequences`` are in the rows, ``num_empty`` had no tokens and were left out, ``lower_bound``
-    is the least possible number of rows, and ``ullage`` the share of the capacity that is padding.
-    """
-
-    num_rows: int
-    lower_bound: int
-    num_sequences: int
-    num_empty: int
-    num_truncated: int
-    num_dropped: int
-    tokens_in: int
-    num_tokens: int
-    truncated_tokens: int
-    dropped_tokens: int
-    capacity_tokens: int
-    padding_tokens: int
-    ullage: float
-
-    def _facts(self) -> Iterator[str]:
-        yield quantity(self.num_rows, "row")
-        yield quantity(self.num_sequences, "sequence")
-        yield quantity(self.num_tokens, "token")
-        yield f"ullage {100 * self.ullage:.1f} %"
 
 
 def pack_dataset(
@@ -236,106 +192,10 @@ def _columns(table: Any) -> tuple[dict[str, Any], Int64]:
     return columns, lengths
 
 
-def pack_file(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    capacity: int,
-    *,
-    column: str | None = None,
-    tokenizer: str | None = None,
-    oversize: str = "error",
-    seed: int = 0,
-    progress: bool | None = False,
-) -> PackReport:
-    """Pack the sequences of a file into rows of at most ``capacity`` tokens.
-
-    Args:
-        source: .jsonl, .json, .parquet, .arrow, .csv, .tsv or .txt
-        target: .parquet; an existing file is replaced
-        capacity: tokens per row
-        column: of token ids or text; by default ``input_ids``, else the text. A column ``labels`` beside token ids is
-            carried along
-        tokenizer: for text, a name or folder for ``AutoTokenizer``; by default ByT5's bytes
-        oversize: treatment of a sequence longer than a row: ``"error"``, ``"truncate"`` or ``"drop"``
-        seed: of the order of rows
-        progress: show bars on standard error; ``None`` only on a terminal
-
-    Raises ``InputError`` for a file that cannot be read, packed or written; ``target`` is then as it was.
-    """
-    source, target = Path(source), Path(target)
-    require_packing_sizes(capacity, oversize)
-    if target.suffix.lower() != ".parquet":
-        raise InputError("packed rows are written as Parquet", where=str(target), expected="a name ending in .parquet")
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            shown = sys.stderr.isatty() if progress is None else progress
-            sequences = _sequences(source, column, tokenizer, folder, shown)
-            lengths = _checked_lengths(sequences, source)
-            return _write(sequences, lengths, Path(folder), target, capacity, oversize, seed, shown)
-    except OSError as error:
-        raise InputError("a file cannot be written", where=str(target), found=error.strerror or str(error)) from error
-
-
 def require_packing_sizes(capacity: int, oversize: str) -> None:
     """Raise ``InputError`` for a capacity below 1 or an unknown treatment of longer sequences."""
     require_int(capacity, "capacity", least=1, most=MOST_TOKENS)
     require_one_of(oversize, _OVERSIZE, "oversize")
-
-
-def _sequences(source: Path, column: str | None, tokenizer: str | None, folder: str, shown: bool) -> Any:
-    """The token ids of a file, and its labels if there are any, as a data set in files of ``folder``."""
-    with needed_by("packing a file"):
-        import datasets
-
-    table = read_file(source, cache=folder, bars=shown)
-    column = text_column(table, column, str(source), "--column")
-    require_values(table.data.column(column), f"{source}, column {column}")
-    if column_kind(table.features[column]) == "ids":
-        labels = ["labels"] if "labels" in table.column_names and column != "labels" else []
-        chosen = table.select_columns([column, *labels])
-        return chosen if column == "input_ids" else chosen.rename_column(column, "input_ids")
-    encode = load_tokenizer(tokenizer)
-    with quiet(bars=shown):
-        return table.map(
-            # A text of nothing but white space has no tokens, not even an end.
-            lambda batch: {
-                "input_ids": [ids if text.strip() else [] for text, ids in zip(batch[column], encode(batch[column]))]
-            },
-            batched=True,
-            remove_columns=table.column_names,
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-            cache_file_name=f"{folder}/tokens.arrow",
-            new_fingerprint="tokens",  # by default it is a digest of the tokenizer
-        )
-
-
-def _checked_lengths(sequences: Any, source: Path) -> Int64:
-    """Tokens of each sequence, int64 [n]. Raises ``InputError`` for tokens and labels that rows cannot hold."""
-    import pyarrow.compute as pc
-
-    lengths = list_lengths(sequences.data.column("input_ids"))
-    for name, least in (("input_ids", 0), ("labels", -(2**31))):
-        if name not in sequences.column_names:
-            continue
-        array, where = sequences.data.column(name), f"{source}, column {name}"
-        require_values(array, where)
-        if not is_list(array.type):
-            raise InputError(f"{name} must be a list of integers in each row", where=where, found=str(array.type))
-        require_token_ids(array, where)
-        bounds = pc.call_function("min_max", [pc.call_function("list_flatten", [array])]).as_py()
-        if any(value is not None and not least <= value < 2**31 for value in bounds.values()):
-            found = bounds["max"] if bounds["max"] >= 2**31 else bounds["min"]
-            raise InputError("a token is out of range", where=where, expected=f"{least} to {2**31 - 1}", found=found)
-        differ = np.flatnonzero(list_lengths(array) != lengths)
-        if len(differ):
-            row = int(differ[0])
-            raise InputError(
-                "labels and tokens disagree",
-                where=f"{source}, row {row}",
-                expected=f"{lengths[row]} labels",
-                found=int(list_lengths(array)[row]),
-            )
-    return lengths
 
 
 def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
@@ -353,78 +213,3 @@ def kept_lengths(lengths: Int64, capacity: int, oversize: str) -> Int64:
     kept = lengths.copy()
     kept[large] = capacity if oversize == "truncate" else 0  # nothing kept: dropped
     return kept
-
-
-def _write(
-    sequences: Any,
-    lengths: Int64,
-    folder: Path,
-    target: Path,
-    capacity: int,
-    oversize: str,
-    seed: int,
-    shown: bool,
-) -> PackReport:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from tqdm import tqdm
-
-    kept = kept_lengths(lengths, capacity, oversize)
-    if not kept.any():
-        raise InputError("no sequence is left to pack", where=str(target), found=f"{len(lengths)} empty or dropped")
-    bins = _bins(kept, capacity)
-    rows = [bins[k] for k in np.random.default_rng(seed).permutation(len(bins)).tolist()]
-    names = ("input_ids", "labels", "position_ids", "seq_lengths")
-    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
-    view, partial = sequences.with_format("arrow"), folder / "rows.parquet"
-    with (
-        tqdm(desc="write", total=len(rows), unit=" rows", unit_scale=True, disable=not shown) as bar,
-        pq.ParquetWriter(partial, schema) as writer,
-    ):
-        for group in _groups(rows, capacity):
-            writer.write_table(_trainable(view, group, kept).select(names).cast(schema))
-            bar.update(len(group))
-    # Renamed within one file system: the target is the old file or the whole new one.
-    partial.replace(target)
-    return _report(lengths, kept, capacity, len(rows))
-
-
-def _trainable(view: Any, group: list[Int64], kept: Int64) -> Any:
-    """The packed rows of a group, with labels and positions."""
-    import pyarrow as pa
-
-    ids = np.concatenate(group)
-    # The sequences of the group alone, in its order.
-    columns, lengths = _columns(view[ids])
-    places = np.split(np.arange(len(ids)), np.cumsum(list(map(len, group)))[:-1])
-    table, layout = _gathered(places, columns, starts_of(lengths), kept[ids])
-    bounds = table["input_ids"].combine_chunks().offsets
-    labels = table["labels" if "labels" in columns else "input_ids"].combine_chunks().flatten().to_numpy().copy()
-    labels[layout.starts] = IGNORED_LABEL  # a shifted loss would predict it from the sequence before
-    for name, values in (("labels", labels), ("position_ids", layout.positions())):
-        made = pa.ListArray.from_arrays(bounds, pa.array(values))
-        table = table.drop_columns([name]) if name in table.column_names else table
-        table = table.append_column(name, made)
-    return table
-
-
-def _report(lengths: Int64, kept: Int64, capacity: int, num_rows: int) -> PackReport:
-    from ullage.planning.bounds import bin_bound
-
-    dropped = (kept == 0) & (lengths > 0)
-    tokens_in, num_tokens, dropped_tokens = int(lengths.sum()), int(kept.sum()), int(lengths[dropped].sum())
-    return PackReport(
-        num_rows=num_rows,
-        lower_bound=bin_bound(kept[kept > 0], capacity),
-        num_sequences=int(np.count_nonzero(kept)),
-        num_empty=int(np.count_nonzero(lengths == 0)),
-        num_truncated=int(np.count_nonzero((kept < lengths) & ~dropped)),
-        num_dropped=int(np.count_nonzero(dropped)),
-        tokens_in=tokens_in,
-        num_tokens=num_tokens,
-        truncated_tokens=tokens_in - num_tokens - dropped_tokens,
-        dropped_tokens=dropped_tokens,
-        capacity_tokens=num_rows * capacity,
-        padding_tokens=num_rows * capacity - num_tokens,
-        ullage=1 - num_tokens / (num_rows * capacity),
-    )

@@ -16,8 +16,8 @@ there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +26,13 @@ from torch import Tensor
 
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError, UllageError, first_line
-from ullage.datasets.chats import CHAT_COLUMNS, COMPLETION, MARKED, PROMPT, common_tokens
 from ullage.datasets.pictures import PictureReader
-from ullage.datasets.text import TokenDataset, token_dataset
 
+#: A column of whole chats; the second name is that of rows with ``from`` and ``value``.
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT, COMPLETION = "prompt", "completion"
+#: What a chat template marks the assistant's words with.
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: Columns of images beside conversations.
 IMAGE_COLUMNS = ("images", "image")
 #: All columns that a conversation with images is read from.
@@ -191,10 +194,6 @@ class PictureEncoder:
         sample = {name: self.of_one(name, value, ids) for name, value in made.items() if name != "attention_mask"}
         return {**sample, "labels": torch.where(mask, ids, IGNORED_LABEL)}
 
-    def require_template(self) -> None:
-        """Raise ``InputError`` where the processor has no chat template."""
-        _ = self._template
-
     @cached_property
     def _template(self) -> str:
         found = getattr(self.processor, "chat_template", None) or self.processor.tokenizer.chat_template
@@ -309,103 +308,9 @@ def _with_sentinels(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-# Data sets
-
-#: Bytes of samples that a data set keeps after it has made them, so that the next epoch need not decode them again.
-KEPT_BYTES = 1 << 29
-
-
-@dataclass(frozen=True, eq=False)
-class PictureDataset(TokenDataset):
-    """Map-style dataset of conversations with images: ``dataset[i]`` is the sample that an encoder makes of row ``i``.
-
-    Tokens and labels of all sequences are held, as in a :class:`~ullage.datasets.text.TokenDataset`; images are decoded
-    when a sample is asked for, unless it is among those that are kept.
-
-    Attributes:
-        rows: of the conversations
-        encoder: of these
-        where: how a row is called in messages
-        kept: samples by their place
-        num_images: of all sequences
-        num_too_long: rows that were left out because they are longer than the maximum length
-    """
-
-    rows: Sequence[Any] = ()
-    encoder: PictureEncoder = field(default_factory=lambda: PictureEncoder(None))
-    where: Callable[[int], str] = "row {}".format
-    kept: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    num_images: int = 0
-    num_too_long: int = 0
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        super().__getitem__(index)  # raises for a place that is none
-        index %= len(self)
-        found = self.kept.get(index)
-        if found is None:
-            found = self.encoder.encode(self.rows[index], self.where(self.number_of(index)))
-        return dict(found)
-
-
-def tokenize_pictures(
-    rows: Sequence[Any],
-    encoder: PictureEncoder,
-    max_length: int | None = None,
-    *,
-    numbers: Sequence[int] | None = None,
-    where: Callable[[int], str] = "row {}".format,
-    skip_invalid: bool = False,
-    keep_bytes: int = KEPT_BYTES,
-) -> PictureDataset:
-    """Data set of conversations, each of which is looked at once: every image is decoded.
-
-    Args:
-        rows: conversations (:func:`picture_chat`).
-        encoder: with the processor, and the reader of the images.
-        max_length: leave out sequences that are longer, in tokens: an image cannot be cut.
-        numbers: of the rows where they came from; by default their places here.
-        where: what the row of a number is called in messages.
-        skip_invalid: leave out and count rows whose images cannot be read, or that are no conversations.
-        keep_bytes: of samples that are kept in memory.
-
-    Raises ``InputError`` that names the row.
-    """
-    encoder.require_template()
-    made: list[int] = []
-    kept: dict[int, dict[str, Tensor]] = {}
-    counts = {"bytes": 0, "images": 0, "long": 0}
-
-    def sequences() -> Iterator[tuple[Sequence[int], Sequence[int] | None] | None]:
-        for place, row in enumerate(rows):
-            try:
-                sample = encoder.encode(row, where(place if numbers is None else numbers[place]))
-            except InputError:
-                if not skip_invalid:
-                    raise
-                yield None
-                continue
-            ids, labels = sample["input_ids"], sample["labels"]
-            if max_length is not None and len(ids) > max_length:
-                counts["long"] += 1
-                yield None
-                continue
-            if bool((labels != IGNORED_LABEL).any()):  # those without a label are left out, as of texts
-                counts["images"] += len(picture_chat(row, "").images)
-                counts["bytes"] += sum(value.nbytes for value in sample.values())
-                if counts["bytes"] <= keep_bytes:
-                    kept[len(made)] = sample
-                made.append(place)
-            yield ids.tolist(), labels.tolist()
-
-    tokens = token_dataset(sequences(), None, numbers)
-    own = {each.name: getattr(tokens, each.name) for each in fields(tokens)}
-    own["num_invalid"] -= counts["long"]
-    return PictureDataset(
-        **own,
-        rows=[rows[place] for place in made],
-        encoder=encoder,
-        where=where,
-        kept=kept,
-        num_images=counts["images"],
-        num_too_long=counts["long"],
-    )
+def common_tokens(some: Sequence[int], others: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences have in common."""
+    for place, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return place
+    return min(len(some), len(others))

@@ -17,12 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ullage.core.errors import InputError, first_line
+from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 
 
@@ -149,27 +148,10 @@ def require_token_ids(array: Any, where: str) -> None:
         where=f"{where}, row {row}",
         expected="lists of integers",
         found=f"{str(values[place])[:60]} in lists of {str(kind)[:60]}",
-        hint="name another column with --column; a chat is measured with its template by ullage train --dry_run",
+        hint="name another column with --column",
     )
 
 
 def _first(mask: Any) -> int:
     """The place of the first true value."""
     return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
-
-
-def read_arrow(path: Path) -> Any:
-    """The table in an Arrow file, a stream as ``datasets`` writes it or a file with a footer.
-
-    Raises ``InputError`` where it cannot be read.
-    """
-    import pyarrow as pa
-
-    try:
-        with path.open("rb") as file:
-            footed = file.read(6) == b"ARROW1"
-        source = pa.memory_map(str(path))
-        reader = pa.ipc.open_file(source) if footed else pa.ipc.open_stream(source)
-        return reader.read_all()
-    except (OSError, pa.ArrowException) as error:
-        raise InputError("an .arrow file cannot be read", where=str(path), found=first_line(error)) from error

@@ -1,11 +1,8 @@
-"""Text of unequal lengths, from files and from a corpus that every machine has, as data sets of tokens.
+"""Text of unequal lengths as data sets of tokens, and a corpus of texts that every machine has.
 
 The corpus is the docstrings of the running Python's standard library: the source files are parsed with ``ast`` in
 the order of their paths, nothing is imported, and each docstring is taken once. Their lengths run from one line to
 thousands of bytes.
-
-Files are read by :mod:`ullage.datasets.tables`: one column of strings, or of token ids, which may have labels beside
-them.
 
 Tokens lie end to end in one flat array, with a :class:`~ullage.core.layout.Layout` over it. Samples are held out for
 evaluation by a hash of their content, so the choice does not depend on order, and equal samples are on one side.
@@ -17,7 +14,7 @@ import ast
 import hashlib
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +26,11 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.extras import needed_by
 from ullage.core.layout import Layout
-from ullage.datasets.tables import EmptyDataError, column_kind, no_rows, read_table, text_column
+from ullage.datasets.tables import place_of, read_rows, text_column
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
 S = TypeVar("S")
-#: Columns by which TRL leaves tokens out of the loss, beside token ids.
-LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 
@@ -54,8 +49,6 @@ class TokenDataset(torch.utils.data.Dataset):
         labels: of all tokens end to end, −100 where there is none; ``None`` where they are the tokens themselves
         num_dropped: sequences that were left out because none of their tokens has a label, after the cut
         dropped_tokens: the tokens of these
-        numbers: of the row that each sequence came from, for messages; ``None`` where they are 0, 1, 2 and so on
-        num_invalid: samples that were left out because they could not be made tokens
     """
 
     values: np.ndarray
@@ -65,8 +58,6 @@ class TokenDataset(torch.utils.data.Dataset):
     labels: np.ndarray | None = None
     num_dropped: int = 0
     dropped_tokens: int = 0
-    numbers: np.ndarray | None = None
-    num_invalid: int = 0
 
     def __len__(self) -> int:
         return self.layout.num_items
@@ -100,10 +91,6 @@ class TokenDataset(torch.utils.data.Dataset):
             len(first) if self.labels is None else int((self.labels[first] != IGNORED_LABEL).sum())
         )
 
-    def number_of(self, index: int) -> int:
-        """The number of the row that a sequence came from."""
-        return index if self.numbers is None else int(self.numbers[index])
-
     def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
         """Raise ``InputError`` for the first id outside ``range(vocab_size)``, with its sample and position."""
         outside = (self.values < 0) | (self.values >= vocab_size)
@@ -119,7 +106,7 @@ class TokenDataset(torch.utils.data.Dataset):
         position = int(bad[0] - self.layout.starts[sample])
         raise InputError(
             f"a {kind} is outside the vocabulary",
-            where=", ".join(filter(None, [where, f"sample {self.number_of(sample)}, position {position}"])),
+            where=", ".join(filter(None, [where, f"sample {sample}, position {position}"])),
             expected=f"0 to {vocab_size - 1}",
             found=int(found[bad[0]]),
             hint="take the tokenizer that belongs to the model, or a model with a larger vocab_size",
@@ -187,167 +174,46 @@ def split_held_out(samples: Sequence[S], fraction: float = 0.05) -> tuple[list[S
     return sides if sides[0] else (sides[1], [])
 
 
-def load_text(path: str | Path | Sequence[str | Path], column: str | None = None) -> list[Sample]:
-    """The texts of a .jsonl, .json, .csv, .tsv, .parquet, .arrow or .txt file, in its order.
-
-    ``path`` may be a folder, a pattern, or several files: see :func:`ullage.datasets.tables.read_table`. ``column``
-    holds the texts, or lists of token ids; by default ``input_ids``, else ``text``, else the only column of either
-    kind. ``labels`` beside token ids come along. A .txt file has one text per line. Empty texts, of nothing but white
-    space, are left out. The whole column is held in memory, and nothing is left in any cache.
-    Raises ``InputError`` for a missing file, a file that is not what its ending says, a missing column (the message
-    lists the columns), a file without a text, and a row that holds none (the message says which).
-    """
-    sources = [path] if isinstance(path, str | Path) else list(path)
-    return texts_of(read_table(sources, blanks=True), column, ", ".join(map(str, sources))).samples
-
-
-@dataclass(frozen=True)
-class ReadTexts:
-    """The texts, or token ids, of a column, without those that are empty.
-
-    Attributes:
-        samples: in the order of their rows
-        rows: of these, counted from 0
-        num_empty: rows that were left out: a text of nothing but white space, no ids
-        invalid: rows that were left out because they hold no text, or no ids; none unless that was asked for
-    """
-
-    samples: list[Sample]
-    rows: list[int]
-    num_empty: int
-    invalid: list[int]
-
-
-def texts_of(
-    table: Any,
-    column: str | None,
-    where: str,
-    *,
-    skip_invalid: bool = False,
-    place_of: Callable[[int], str] | None = None,
-) -> ReadTexts:
-    """The texts, or token ids, of a table's column, as :func:`load_text` chooses and checks them.
-
-    Args:
-        table: of ``datasets``.
-        column: their column, chosen if ``None``.
-        where: the table is from, for messages.
-        skip_invalid: leave out rows that hold neither, and say which.
-        place_of: how a row is named in a message.
-    """
-    column = text_column(table, column, where, mixed=True)
-    values: list[Any] = table[column][:]
-    are_ids = column_kind(table.features[column]) == "ids" or any(isinstance(value, list) for value in values[:1])
-    kept: list[int] = []
-    invalid: list[int] = []
-    for row, value in enumerate(values):
-        good = isinstance(value, list if are_ids else str)
-        if good and are_ids:
-            good = all(type(each) is int for each in value)
-        if not good and not skip_invalid:
-            raise InputError(
-                "a row holds no token ids" if are_ids else "a row holds no text",
-                where=f"{where}, {f'row {row} counted from 0' if place_of is None else place_of(row)}, "
-                f"column {column!r}",
-                expected="a list of integers" if are_ids else "a string",
-                found="nothing" if value is None else repr(value)[:60],
-                hint="mend it, or leave such rows out with --skip_invalid",
-            )
-        if not good:
-            invalid.append(row)
-        elif value if are_ids else value.strip():
-            kept.append(row)
-    if not kept:
-        raise no_rows(where)
-    samples = [values[row] for row in kept]
-    return ReadTexts(
-        _with_labels(table, column, samples, kept, where), kept, len(values) - len(kept) - len(invalid), invalid
-    )
-
-
-def _with_labels(table: Any, column: str, samples: list[Any], kept: Sequence[int], where: str) -> list[Sample]:
-    """The samples, and the labels beside token ids."""
-    if column_kind(table.features[column]) != "ids" or column == "labels":
-        return samples
-    if "labels" in table.column_names and column_kind(table.features["labels"]) == "ids":
-        every = table["labels"][:]
-        own_labels = [every[row] for row in kept]
-        return [{"input_ids": ids, "labels": own} for ids, own in zip(samples, own_labels, strict=True)]
-    masks = [name for name in LOSS_MASKS if name in table.column_names]
-    if masks:
-        raise InputError(
-            "token ids have a mask of the loss, and no labels",
-            where=where,
-            expected="a column 'labels', with -100 where a token does not count",
-            found=f"column {masks[0]!r}",
-            hint="write the labels, or leave the mask out to train on every token",
-        )
-    return samples
-
-
 def byte_tokenizer() -> Any:
-    """transformers' byte tokenizer, without a download: ids 3 to 258 are bytes, 0 pads, 1 ends a text, 2 is unknown.
+    """Tokenizer of bytes, without a download: ids 3 to 258 are bytes, 0 pads, 1 ends a text, 2 is unknown, as ByT5's.
 
-    ``</s>`` or ``<pad>`` within a text are bytes like any others.
+    It is one of the ``tokenizers`` library, so that it saves and loads as any other. ``</s>`` or ``<pad>`` within a
+    text are bytes like any others.
     """
     with needed_by("ullage.datasets.byte_tokenizer"):
-        from transformers import ByT5Tokenizer
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    return ByT5Tokenizer(extra_ids=0, split_special_tokens=True)
+    marks = ("<pad>", "</s>", "<unk>")
+    letters = bytes_to_unicode()  # the letter that stands for a byte in a vocabulary
+    words = [*marks, *(letters[byte] for byte in range(256))]
+    own = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    own.decoder = decoders.ByteLevel()
+    own.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    named = dict(zip(("pad_token", "eos_token", "unk_token"), marks, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=own, split_special_tokens=True, **named)
 
 
-def tokenize(
-    samples: Sequence[Sample],
-    tokenizer: Any,
-    max_length: int | None = None,
-    *,
-    numbers: Sequence[int] | None = None,
-) -> TokenDataset:
+def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None = None) -> TokenDataset:
     """Data set of the tokens of ``samples``, each ended by the tokenizer's end token and cut to ``max_length`` tokens.
 
-    Samples of token ids get no end token; a mapping has ``input_ids``, and ``labels`` of its own. ``numbers`` are those
-    of the rows where the samples came from, for messages. Raises ``InputError`` if there are no samples, and for a
-    sample without tokens (the message says which).
-    """
-    return token_dataset((_tokens(sample, tokenizer) for sample in samples), max_length, numbers)
-
-
-def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int] | None]:
-    if isinstance(sample, Mapping):
-        return sample["input_ids"], sample.get("labels")
-    if not isinstance(sample, str):
-        return sample, None
-    ids = tokenizer(sample, verbose=False)["input_ids"] if sample else []
-    end = getattr(tokenizer, "eos_token_id", None)
-    return ([*ids, end] if ids and end is not None and ids[-1] != end else ids), None
-
-
-def token_dataset(
-    sequences: Iterable[tuple[Sequence[int], Sequence[int] | None] | None],
-    max_length: int | None = None,
-    numbers: Sequence[int] | None = None,
-) -> TokenDataset:
-    """Data set of sequences, each of token ids and of labels, where these are others; cut to ``max_length`` tokens.
-
-    A sequence in which no token has a label is left out and counted, and so is ``None``, a sample that is none.
-    ``numbers`` are those of the rows, for messages.
-    Raises ``InputError`` if there are no sequences or none is left, for one without tokens, and for labels that are not
-    as many as its tokens.
+    Samples of token ids get no end token; a mapping has ``input_ids``, and ``labels`` of its own. A sample in which no
+    token has a label is left out and counted. Raises ``InputError`` if there are no samples or none is left, for a
+    sample without tokens, and for labels that are not as many as its tokens (the message says which).
     """
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)
     parts: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     lengths: list[int] = []
-    places: list[int] = []
-    dropped, count, differ, invalid = 0, 0, False, 0
-    for count, sequence in enumerate(sequences, 1):
-        if sequence is None:
-            invalid += 1
-            continue
-        ids, own = sequence
-        number = count - 1 if numbers is None else numbers[count - 1]
-        _require_sequence(ids, own, number)
+    dropped, count, differ = 0, 0, False
+    for count, sample in enumerate(samples, 1):
+        ids, own = _tokens(sample, tokenizer)
+        _require_sequence(ids, own, count - 1)
         # Held as int32, half of what int64 takes; a sample is widened when it is read.
         part = np.asarray(ids[:max_length], np.int32)
         label = part if own is None else np.asarray(own[:max_length], np.int32)
@@ -358,9 +224,8 @@ def token_dataset(
         parts.append(part)
         labels.append(label)
         lengths.append(len(ids))
-        places.append(number)
     if not parts:
-        raise EmptyDataError(
+        raise InputError(
             "no sequence has a token to train on" if count else "the dataset is empty",
             expected="a label that counts" if count else "at least one sample",
             found=f"none in {count:,}" if count else "none",
@@ -376,11 +241,19 @@ def token_dataset(
         int((cut > 0).sum()),
         int(cut.sum()),
         np.concatenate(labels) if differ else None,
-        count - invalid - len(parts),
+        count - len(parts),
         dropped,
-        np.asarray(places, np.int64) if places != list(range(len(places))) else None,
-        invalid,
     )
+
+
+def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int] | None]:
+    if isinstance(sample, Mapping):
+        return sample["input_ids"], sample.get("labels")
+    if not isinstance(sample, str):
+        return sample, None
+    ids = tokenizer(sample, verbose=False)["input_ids"] if sample else []
+    end = getattr(tokenizer, "eos_token_id", None)
+    return ([*ids, end] if ids and end is not None and ids[-1] != end else ids), None
 
 
 def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: int) -> None:
@@ -393,3 +266,65 @@ def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: i
             expected=f"{len(ids)} labels",
             found=len(labels),
         )
+
+
+def usable(values: Sequence[Any], labels: Sequence[Any] | None, place: Callable[[int], str]) -> list[Any]:
+    """The texts, or token ids with the labels beside them, without empty ones.
+
+    Raises ``InputError`` for a value that is neither, with its ``place`` by number.
+    """
+    ids = any(isinstance(value, list) for value in values[:1])
+    kind, expected = (list, "a list of integers") if ids else (str, "a string")
+    for row, value in enumerate(values):
+        if not isinstance(value, kind) or (ids and not all(type(each) is int for each in value)):
+            found = "nothing" if value is None else repr(value)[:60]
+            raise InputError("a row cannot be used", where=place(row), expected=expected, found=found)
+    kept = [row for row, value in enumerate(values) if (value if ids else value.strip())]
+    if labels is None or not ids:
+        return [values[row] for row in kept]
+    return [{"input_ids": values[row], "labels": labels[row]} for row in kept]
+
+
+def read_samples(
+    sources: Sequence[str], column: str | None = None, config: str | None = None, split: str | None = None
+) -> tuple[list[Sample], Any]:
+    """The texts, or token ids with their labels, of a table without empty ones, and the table.
+
+    Arguments as for :func:`ullage.datasets.tables.read_rows`; ``column`` holds them. Raises ``InputError`` for a row
+    that holds none, and where none is left.
+    """
+    table, where = read_rows(sources, config, split), ", ".join(sources)
+    column = text_column(table, where, column)
+    labels = table["labels"][:] if "labels" in table.column_names and column != "labels" else None
+    found = usable(table[column][:], labels, lambda row: f"{where}, {place_of(sources, row)}, column {column!r}")
+    if not found:
+        raise InputError("the data set is empty", where=where, expected="at least one sample", found="none")
+    return found, table
+
+
+def tokenize_stream(
+    rows: Any, column: str | None, tokenizer: Any, max_length: int | None, vocab_size: int, seed: int
+) -> Any:
+    """Sequences of a ``datasets.IterableDataset``, made as its rows are read, and shuffled among a thousand.
+
+    Args:
+        rows: of the stream.
+        column: of texts or token ids; ``None`` as for :func:`ullage.datasets.tables.text_column`.
+        tokenizer: of the texts.
+        max_length: longer sequences are cut to it, in tokens.
+        vocab_size: ids are below it.
+        seed: of the order.
+    """
+    chosen = text_column(rows, "the stream", column)
+
+    def sequences(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        samples = usable(batch[chosen], batch.get("labels"), lambda row: f"row {numbers[row]} of the stream")
+        found: list[dict[str, torch.Tensor]] = []
+        if samples:
+            made = tokenize(samples, tokenizer, max_length)
+            made.require_vocabulary(vocab_size, "the stream")
+            found = [made[k] for k in range(len(made))]
+        return {name: [each[name].tolist() for each in found] for name in ("input_ids", "labels")}
+
+    made = rows.map(sequences, batched=True, batch_size=100, with_indices=True, remove_columns=rows.column_names)
+    return made.shuffle(seed=seed, buffer_size=1000)

@@ -21,7 +21,6 @@ from ullage.core.layout import Int64
 from ullage.datasets.stored import stored_lengths
 from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
-from ullage.mixers.wrappers import bare
 from ullage.ranks.world import agreement, by_rank, gather
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
@@ -29,7 +28,6 @@ from ullage.training.saving.background import saves_in_background
 from ullage.training.saving.checkpoints import WholeCheckpointMixin
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import sharding_of
-from ullage.training.step.metering import num_parameters
 from ullage.training.step.packing import Packer
 
 
@@ -230,8 +228,6 @@ def _description(data: Mapping[str, Any]) -> str:
 _DRAWN = 256
 #: Below this share of padding there is nothing to save; above the second a run that pads hears of it.
 _NOTHING, _MUCH = 0.02, 0.2
-#: Below this number of parameters a step on a CPU costs less than what packing does beside it.
-_TINY = 1_000_000
 
 
 def padding_share(lengths: Int64, batch_size: int) -> float:
@@ -269,30 +265,24 @@ def packing_advice(
     *,
     packed: bool,
     pads: bool,
-    num_parameters: int,
-    device: Any,
     option: str = "packing_capacity={}",
-) -> tuple[str | None, bool]:
-    """A line on what packing brings or would bring, ``None`` where it does what it should; and whether it is urgent.
+) -> tuple[str, bool]:
+    """A line on what packing brings or would bring: it saves the padding; and whether it costs much to miss it.
 
     Args:
         lengths: of the sequences, in tokens, at least one.
         batch_size: sequences of a batch on one rank.
         packed: whether the run packs.
         pads: whether batches are padded that are not packed.
-        num_parameters: of the model.
-        device: that it is trained on.
         option: how a capacity is asked for, in the words of who reads the line.
     """
     share = padding_share(lengths, batch_size)
-    is_tiny = num_parameters < _TINY and getattr(device, "type", device) == "cpu"
-    small = f"a model of {num_parameters:,} parameters may train faster padded, since its steps cost little"
     of_these = f"for these lengths ({int(lengths.min()):,} to {int(lengths.max()):,} tokens)"
     percent = f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
     if packed:
         if share < _NOTHING:
             return f"packing brings nothing: padded batches of {batch_size} would be {percent} padding {of_these}", True
-        return (f"packing brings little: {small} beside planning and exchange", False) if is_tiny else (None, False)
+        return f"packed: batches of {batch_size} would be {percent} padding {of_these}", False
     if not pads:
         return f"nothing is packed, and nothing is padded: the model takes sequences {of_these} as they are", False
     if share < _NOTHING:
@@ -300,7 +290,7 @@ def packing_advice(
         return f"{line} {of_these}", False
     line = f"nothing is packed: batches of {batch_size} are {percent} padding {of_these}"
     line += f"; {option.format(capacity_for(lengths, batch_size))} would compute none"
-    return f"{line}, but {small}" if is_tiny else line, share >= _MUCH and not is_tiny
+    return line, share >= _MUCH
 
 
 def advice_for(trainer: Any, reader: BatchReader, packer: Packer, option: str) -> tuple[str | None, bool]:
@@ -316,6 +306,5 @@ def advice_for(trainer: Any, reader: BatchReader, packer: Packer, option: str) -
         pads = not packed and reader.form != "flattened"
     except InputError:  # a model that takes none of our forms
         return None, False
-    numbers: dict[str, Any] = {"num_parameters": num_parameters(bare(trainer.model)), "device": args.device}
     size = args.per_device_train_batch_size
-    return packing_advice(lengths, size, packed=packed, pads=pads, option=option, **numbers)
+    return packing_advice(lengths, size, packed=packed, pads=pads, option=option)
