@@ -45,8 +45,8 @@ $(STAMP): $(FIRST)
 	$(PIP) --no-build-isolation --editable '.[dev]' && wait $$!
 	@touch $(STAMP)
 
-quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, continued; three minutes on two cores
-	$(BIN)/ullage quickstart
+quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, continued; four minutes on two cores
+	$(BIN)/python examples/00_quickstart.py
 
 # The tests of one room: make test ROOM=planning. Without ROOM, all of them.
 TESTS = $(if $(ROOM),tests/$(ROOM))

@@ -1,9 +1,10 @@
 """Options of every verb, read from the parsers themselves, for the reference page of the command line.
 
-``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so, and those of
-``ullage train`` into the table that its help reads. Tests compare both.
+``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so. A test compares
+them.
 """
 
+import dataclasses
 import importlib
 import re
 import textwrap
@@ -12,7 +13,7 @@ from pathlib import Path
 import typer
 
 from ullage.cli import VERBS
-from ullage.cli.train.help import FIRST, OTHERS, TABLE, Option, read_sections, table_text
+from ullage.cli.train import Arguments, DataArguments, ModelArguments
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 MARK = "<!-- Everything below is written by docs/site/list_options.py. -->\n"
@@ -27,7 +28,7 @@ def written() -> str:
 def _verb(verb: str) -> list[str]:
     title = [f"## ullage {verb}", VERBS[verb]]
     if verb == "train":
-        return [*title, *_train(read_sections())]
+        return [*title, *_train()]
     command = typer.main.get_command(importlib.import_module(f"ullage.cli.{verb}").app)
     context = typer.Context(command, info_name=verb)
     records = [(param.name, param.get_help_record(context)) for param in command.params]
@@ -35,22 +36,15 @@ def _verb(verb: str) -> list[str]:
     return [*title, "\n".join(_bullet(*record) for _, record in records if record is not None)]
 
 
-def _train(found: dict[str, list[Option]]) -> list[str]:
-    """The arguments of a first run by section, then the names of the others."""
+def _train() -> list[str]:
+    """The arguments of a first run; the others are transformers' and ours in ``TrainingArguments``."""
     parts = []
-    for section, names in FIRST.items():
-        listed = [_bullet(f"--{one.name} {one.metavar}", _with_default(one)) for one in found[section][: len(names)]]
-        parts += [f"### {section}", "\n".join(listed)]
-    for section, actions in found.items():
-        rest = [one.name for one in actions[len(FIRST.get(section, ())) :]]
-        if rest:
-            title = section if section == OTHERS else f"{section}: more"
-            parts += [f"### {title}", _wrapped(", ".join(f"`--{name}`" for name in rest) + ".")]
+    for kind in (DataArguments, ModelArguments, Arguments):
+        own = [each for each in dataclasses.fields(kind) if each.name in kind.__annotations__]
+        defaults = ["" if each.default in (None, False) else f" [default: {each.default}]" for each in own]
+        bullets = [_bullet(f"--{each.name}", each.metadata["help"] + told) for each, told in zip(own, defaults)]
+        parts += [f"### {(kind.__doc__ or '').rstrip('.')}", "\n".join(bullets)]
     return parts
-
-
-def _with_default(one: Option) -> str:
-    return one.help if one.default is None else f"{one.help} [default: {one.default}]"
 
 
 def _bullet(name: str, text: str) -> str:
@@ -64,5 +58,4 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table_text(), encoding="utf-8")
     PAGE.write_text(written(), encoding="utf-8")

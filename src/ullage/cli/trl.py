@@ -281,6 +281,9 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
     ``script``, ``config``, ``model``: the arguments of the script, the trainer and the model, which are changed.
     """
     import datasets
+    import transformers
+
+    from ullage.models import RecurrentForCausalLM
 
     original = datasets.load_dataset
 
@@ -299,7 +302,12 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
         _use_end_token(config, model, found[train].column_names or ())
         return found
 
-    with replaced(datasets, "load_dataset", load), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
+    # TRL looks for the class of a model among the names of transformers.
+    with (
+        replaced(transformers, RecurrentForCausalLM.__name__, RecurrentForCausalLM),
+        replaced(datasets, "load_dataset", load),
+        tempfile.TemporaryDirectory(prefix="ullage-") as folder,
+    ):
         _make_model(model, config.seed, f"{folder}/model")
         if getattr(config, "chat_template_path", None) == "chatml":
             config.chat_template_path = _make_template(f"{folder}/chatml")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 #: Verb -> the line that ``ullage --help`` shows, so that help loads no verb.
 VERBS = {
-    "quickstart": "See the whole in a few minutes: train packed, stop, convert, go on with other processes.",
     "train": "Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments.",
     "trl": "Run TRL's command line with packing: its flags and YAML recipes, and --packing_capacity beside them.",
     "plan": "Plan one step: where sequences of these lengths go, and how near the ideal that is.",
     "report": "Show a run: its curves, the plan of a step, its checkpoints; beside another run.",
-    "pack": "Pack a file of sequences into rows of one capacity, for any trainer that reads packed rows.",
     "audit": "Show that a model keeps packed sequences apart: outputs, gradients, and that nothing leaks.",
     "inspect": "Say what a checkpoint holds, whether it is whole, and where its padding lies.",
     "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
