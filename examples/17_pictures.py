@@ -1,21 +1,17 @@
-"""A model that answers questions about pictures, trained from nothing: drawn here, trained by `ullage train`.
+"""A model that answers questions about pictures, trained from nothing, on pictures that are drawn here.
 
     python examples/17_pictures.py
 
 Each picture shows a shape of some colour at some place. A question asks for one of the three, of one picture or of one
 among several, and has four answers, each as often as the others: who guesses is right once in four. The rows have
-LLaVA's form, a JSONL beside a folder of images; the model is a small Qwen2.5-VL, packed: no token and no patch of
-padding. Afterwards it answers questions about pictures that it has not seen, and the same questions with the pictures
-exchanged.
+LLaVA's form; the model is a small Qwen2.5-VL, packed: no token and no patch of padding. Afterwards it answers questions
+about pictures that it has not seen, and the same questions with the pictures exchanged.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,9 +19,19 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    set_seed,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ullage.datasets import PictureReader, load_processor
+from ullage.datasets import PictureReader
+from ullage.datasets.pictures import without_clips
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
 SHAPES = ("square", "ring", "bar", "post")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "white": (240, 240, 240), "yellow": (240, 220, 50)}
@@ -39,6 +45,52 @@ PLACES = {
 QUESTIONS = {"shape": "Which shape", "colour": "Which colour", "place": "Where"}
 ORDER = ("first", "second")
 SIZE = 32
+#: Marks of an image, and of turns.
+IMAGE, VIDEO, BEGIN, END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+TURN, STOP, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+PARTS = (
+    "{%- for part in message['content'] %}{%- if part['type'] == 'image' %}"
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+)
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}{%- generation %}" + PARTS + "{%- endgeneration %}"
+    "{%- else %}" + PARTS + "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def new_processor() -> Any:
+    """A tokenizer of bytes, and images in patches of 8 x 8 pixels of which four are a token."""
+    marks = [IMAGE, VIDEO, BEGIN, END, TURN, STOP, PAD]
+    words = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=STOP)
+    sizes = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=1, size=sizes)
+    return without_clips(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=TEMPLATE)
+
+
+def new_model(processor: Any, hidden: int = 128, layers: int = 2) -> Any:
+    """A model of two layers, with a tower of two."""
+    # Larger weights than is usual: a small model that is trained on little would see nothing of the images for long.
+    common = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "initializer_range": 0.088}
+    tower = {**common, "depth": layers, "out_hidden_size": hidden, "num_heads": 4, "patch_size": 8}
+    tower |= {"spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 64, "fullatt_block_indexes": [0, 1]}
+    token = processor.tokenizer.convert_tokens_to_ids
+    ids = {"pad_token_id": token(PAD), "eos_token_id": token(STOP), "bos_token_id": None}
+    text = {**common, **ids, "vocab_size": len(processor.tokenizer), "num_hidden_layers": layers}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    # A quarter of the angles counts on, the others count rows and columns; an image of few patches has few of these.
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    marks = dict(zip(names, map(token, (IMAGE, VIDEO, BEGIN, END)), strict=True))
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **marks, **ids)
+    )
 
 
 def draw(seen: dict[str, str], chance: random.Random) -> Image.Image:
@@ -117,24 +169,19 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
     pictures, chance = folder / "pictures", random.Random(0)
     pictures.mkdir(parents=True, exist_ok=True)
     kept = make_rows(arguments.held_out, pictures, "held", chance)
-    rows = {"train": make_rows(arguments.rows, pictures, "train", chance), "held": kept}
-    for name, each in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+    rows = make_rows(arguments.rows, pictures, "train", chance)
 
     begun = time.perf_counter()
-    command = [
-        *(sys.executable, "-m", "ullage", "train"),
-        *("--data", str(folder / "train.jsonl"), "--eval_data", str(folder / "held.jsonl")),
-        *("--image_folder", str(pictures), "--model", "qwen2_5_vl-128x2"),
-        *("--packing_capacity", "2048", "--per_device_train_batch_size", "48"),
-        *("--num_train_epochs", str(arguments.epochs), "--learning_rate", "2e-3"),
-        *("--output_dir", str(folder / "model"), "--overwrite_output_dir", "--save_strategy", "no"),
-    ]
-    subprocess.run(command, check=True)
+    set_seed(42)
+    processor, reader = new_processor(), PictureReader(pictures)
+    model, collator = new_model(processor), RaggedCollator(processor=processor, image_folder=pictures)
+    sizes = {"packing_capacity": 2048, "per_device_train_batch_size": 48, "num_train_epochs": arguments.epochs}
+    rates = {"learning_rate": 2e-3, "lr_scheduler_type": "cosine", "warmup_steps": 0.05, "save_strategy": "no"}
+    settings = TrainingArguments(str(folder / "model"), report_to=[], **sizes, **rates)
+    Trainer(model, settings, collator, rows, processing_class=processor).train()  # pyright: ignore
     print(f"trained in {time.perf_counter() - begun:.0f} s")
 
-    model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
-    processor, reader = load_processor(folder / "model"), PictureReader(pictures)
+    model.eval()
     wanted = [row["conversations"][1]["value"] for row in kept]
     own = [row["image"] for row in kept]
     # Each question gets the pictures of another one, of as many pictures.

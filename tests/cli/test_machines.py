@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -19,11 +18,11 @@ from torch.distributed.run import get_args_parser
 from tests.support.launch import ROOT, environment
 from tests.support.page_blocks import blocks_of
 from tests.support.train_verb import losses, texts, train_in
+from ullage.cli.train import Parser
 from ullage.report.run import read_run
 
 BLOCKS = blocks_of(ROOT / "docs" / "machines.md")
-OPTIONS = json.loads((ROOT / "src" / "ullage" / "cli" / "train" / "options.json").read_text())["sections"]
-NAMES = {name for options in OPTIONS.values() for name, *_ in options}
+NAMES = {action.dest for action in Parser()._actions}
 
 
 def commands() -> list[list[str]]:

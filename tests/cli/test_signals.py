@@ -32,13 +32,12 @@ def test_sigterm_to_one_rank_ends_both_with_a_checkpoint_and_the_same_command_go
     assert left.statuses == [143, 143], left.logs
     last = checkpoints_in(tmp_path / "run")[-1]
     assert last.name == "checkpoint-5"
-    line = left.logs[0].splitlines()[-1]
-    assert line.startswith(f"terminated at step 5 of 8; {last} is whole; continue with the same command")
+    assert left.logs[0].splitlines()[-1] == "terminated at step 5 of 8; the same command goes on"
     assert not [*(tmp_path / "run").glob("_*")]  # nothing that was being written is left
     assert "Traceback" not in "".join(left.logs)
     again = server.run(2, train=given)
     assert again.statuses == [0, 0], again.logs
-    assert f"continues from {last}" in again.logs[0]
+    assert f"goes on from {last}" in again.logs[0]
     whole = server.run(2, train=arguments(tmp_path, "whole", *layout))
     assert whole.statuses == [0, 0], whole.logs
     assert sorted(losses(tmp_path / "run")) == list(range(1, 9))

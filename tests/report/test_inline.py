@@ -19,7 +19,6 @@ from tests.support.drawn_page import DrawnPage
 from ullage import Audit, InputError, Layout, Plan, RaggedBatch
 from ullage.checkpoint import Differences, Report
 from ullage.cli import main
-from ullage.datasets import PackReport
 from ullage.planning.planner import arrival_order
 from ullage.proofs import Check
 from ullage.report.inline import fragment
@@ -51,7 +50,6 @@ def objects():
         "Plan(0 sequences, 3 ranks, 0 microbatches, ullage 0.0 %, critical path 1.00)": ullage.plan([], ranks=3, capacity=4),
         "Statistics(6 sequences, 1 microbatch, ullage 0.0 %, rank imbalance 1.00, critical path 1.00)": plan(cost=lambda n: n).statistics(),
         "Report(dcp, 2 tensors, 1,200 bytes in 1 file, 0.50 s)": Report("a", "b", "dcp", 2, 1, 1200, seconds=0.5),
-        "PackReport(3 rows, 5 sequences, 20 tokens, ullage 25.0 %)": PackReport(3, 3, 5, 0, 0, 0, 20, 20, 0, 0, 24, 4, 0.25),
         "Differences(7 tensors compared, 0 differences)": Differences("a", "b", 7, 90),
         "Audit(LlamaForCausalLM: exact (largest difference 1e-14), 1 check)": Audit("llama", "LlamaForCausalLM", checks=[Check("logits", 1e-14, 1e-10)]),
     }  # fmt: skip

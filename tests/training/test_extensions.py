@@ -7,8 +7,6 @@ import os
 import pytest
 
 from tests.support import processes
-from ullage.cli.train.process import REFUSALS, one_line_of
-from ullage.core.errors import InputError
 from ullage.training import Trainer  # here, so that the forks have it and DeepSpeed
 
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
@@ -49,19 +47,3 @@ def test_deepspeeds_communication_starts_without_a_compiler(start, tmp_path):
     outcome = processes.run(start, 1, tmp_path, loads=("torch", "training"))
     assert processes.values(outcome) == [True]
     assert list(tmp_path.iterdir()) == []
-
-
-def compile_an_optimizer(rank, world, folder):
-    without_a_compiler(folder)
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    with pytest.raises(InputError) as raised, one_line_of("the run cannot begin", kinds=REFUSALS):
-        DeepSpeedCPUAdam([torch.zeros(2, requires_grad=True)])
-    return str(raised.value)
-
-
-def test_an_optimizer_that_cannot_be_compiled_is_said_in_one_line(tmp_path):
-    (said,) = processes.values(processes.run(compile_an_optimizer, 1, tmp_path, loads=("torch", "training")))
-    assert said.startswith("the run cannot begin: found ")
-    assert "\n" not in said

@@ -13,7 +13,7 @@ from tests.training import test_losses
 from tests.training.test_losses import SAMPLES, SIZES
 from ullage import InputError
 from ullage.attention.heads import loss_shifts
-from ullage.cli.train.folder import deciding_settings
+from ullage.cli.train import decided
 from ullage.engines.fsdp.model import require_supported
 from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
@@ -253,7 +253,7 @@ def test_ranks_and_records_compare_it_and_sharded_models_refuse_it(tmp_path):
     assert describe_arguments(arguments)["packing_loss_weighting"] == "sequence"
     with pytest.raises(InputError, match=r"packing_loss_weighting is not supported over ullage\.engines\.fsdp"):
         require_supported(arguments)
-    assert "packing_loss_weighting" in deciding_settings.__globals__["_DECIDING"]
+    assert "packing_loss_weighting" in decided({"packing_loss_weighting": "sequence"})
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import signal
-import sys
 import threading
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from tests.support.small_runs import quiet
 from tests.support.story import Samples
-from ullage.cli.train.process import path_of_environment
 from ullage.core.errors import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, StopOnSignal, Trainer
@@ -115,11 +113,3 @@ def test_transformers_own_way_of_saving_at_sigterm_stands_alone(tmp_path):
         StopOnSignal(trainer, signals=[signal.SIGINT])
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_virtual_environment_s_ninja_comes_before_the_system_s(monkeypatch):
-    own = os.path.dirname(sys.executable)
-    monkeypatch.setattr(sys, "base_prefix", "/usr")
-    assert path_of_environment(f"/usr/bin:{own}:/bin") == f"{own}:/usr/bin:/bin"
-    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
-    assert path_of_environment("/usr/bin:/bin") == f"/usr/bin:/bin:{own}"

@@ -234,7 +234,7 @@ def record_of(said: dict[str, Any], folder: Path) -> dict[str, Any]:
     resume = str(said.get("resume_from_checkpoint", "auto"))
     path = (Path(resume).parent if Path(resume).is_dir() else folder) / RECORD
     is_new = said.get("overwrite_output_dir") or not path.is_file()
-    record = {} if is_new else json.loads(path.read_text())
+    record = {} if is_new else {**json.loads(path.read_text()), "elsewhere": path.parent != folder}
     there, here = record.get("settings", {}), decided(said)
     pairs = {name: (there.get(name), here.get(name)) for name in sorted({*there, *here})}
     changed = [f"{name} {before} there, {now} here" for name, (before, now) in pairs.items() if before != now]
@@ -346,7 +346,7 @@ def run(said: dict[str, Any]) -> int:
     folder = Path(said.get("output_dir", "runs/train"))
     record = record_of(said, folder)
     said = {**record.get("settings", {}), **said}
-    if record.get("finished") and decided(said) == record["settings"]:
+    if not record.pop("elsewhere", False) and record.get("finished") and decided(said) == record["settings"]:
         say(f"{folder} holds this run, finished; --overwrite_output_dir starts over")
         return report(folder)
     checkpoint = said.pop("resume_from_checkpoint", "auto")

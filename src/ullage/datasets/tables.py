@@ -71,7 +71,7 @@ def read_rows(
     except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise
         raise unreadable(sources, error) from error
     if not streaming and not len(table):
-        raise InputError("the data set is empty", where=where, expected="at least one row", found="none")
+        raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     return table
 
 
@@ -151,7 +151,10 @@ def text_column(table: Any, where: str, asked: str | None) -> str:
     if chats := {"messages", "conversations", "prompt", "image", "images"} & {*names}:
         hint = f"ullage trl sft --dataset_name {where} trains on chats, prompts and images; or name --text_column"
         raise InputError("these rows are no texts", where=where, found=", ".join(sorted(chats)), hint=hint)
-    texts = [name for name, each in table.features.items() if str(getattr(each, "dtype", "")).endswith("string")]
+    # Of a list the feature within it tells what it holds.
+    kinds = {name: str(getattr(getattr(each, "feature", each), "dtype", "")) for name, each in table.features.items()}
+    lists = {name for name, each in table.features.items() if hasattr(each, "feature")}
+    texts = [name for name, kind in kinds.items() if kind.endswith(("int32", "int64") if name in lists else "string")]
     found = [name for name in ("input_ids", "text") if name in names][:1] or texts
     if len(found) != 1:
         hint = "name it with --text_column"

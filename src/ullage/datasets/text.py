@@ -298,7 +298,7 @@ def read_samples(
     labels = table["labels"][:] if "labels" in table.column_names and column != "labels" else None
     found = usable(table[column][:], labels, lambda row: f"{where}, {place_of(sources, row)}, column {column!r}")
     if not found:
-        raise InputError("the data set is empty", where=where, expected="at least one sample", found="none")
+        raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     return found, table
 
 
