@@ -1,7 +1,7 @@
 """Options of every verb, read from the parsers themselves, for the reference page of the command line.
 
-``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so. A test compares
-them.
+``python docs/site/list_options.py`` writes them into docs/reference/cli.md, below the line that says so; a test
+compares them.
 """
 
 import dataclasses

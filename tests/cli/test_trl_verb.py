@@ -17,9 +17,10 @@ from tests.support import forked
 from tests.support.train_verb import history
 from tests.support.trl_cases import model, text, tokenizer
 from tests.support.trl_preferences import pairs, unpaired
-from ullage.cli.trl import METHODS, _launcher_call, _parse, _parser_of, _stopping
+from ullage.cli.trl import METHODS, _launcher_call, _local, _parse, _parser_of, _stopping, _use_end_token
 from ullage.cli.trl import trl as verb
-from ullage.core.errors import UsageError
+from ullage.core.errors import InputError, UsageError
+from ullage.datasets import byte_tokenizer
 from ullage.training import TrainingArguments
 from ullage.training import trl as ours
 
@@ -230,3 +231,60 @@ def test_every_trainer_of_ours_has_a_method_and_keeps_its_name():
 def test_a_method_alone_is_said_to_lack_data(method):
     with pytest.raises(UsageError, match=rf"TRL is given no data \(ullage trl {method}\): .*--help lists"):
         verb(method, [])
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def local(method="sft", **said):
+    """TRL's script arguments, the trainer's and the model's, as a call gives them, on a CPU."""
+    words = [word for name, value in said.items() for word in (f"--{name}", str(value))]
+    return _parse(_parser_of(method)[1], [*words, "--use_cpu", "True", "--report_to", "none"])[0][:3]
+
+
+def test_data_here_need_no_hub_and_are_split_where_evaluations_are_asked_for(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    path = jsonl(tmp_path / "chats.jsonl", [{"messages": said("user", "a") + said("assistant", "b")}] * 40)
+    parsed = local(dataset_name=path, eval_strategy="epoch", output_dir="out")
+    with _local(*parsed):
+        found = datasets.load_dataset(str(path))
+        assert {name: len(part) for name, part in found.items()} == {"train": 38, "test": 2}
+        with pytest.raises(InputError, match=r"no such data file here \(chat.jsonl\)\. Did you mean chats.jsonl\?"):
+            datasets.load_dataset("chat.jsonl")
+        path.write_text("{}\nno json\n")
+        with pytest.raises(InputError, match=r"no JSON object \(.*chats.jsonl, line 2\)"):
+            datasets.load_dataset(str(path))
+    assert datasets.load_dataset.__module__.startswith("datasets")
+
+
+@pytest.mark.parametrize("name", ["llama-16x1", "gru-16"])
+def test_a_new_model_by_name_learns_chats_and_everything_saved_says_how_turns_end(tmp_path, name):
+    rows = [{"messages": said("user", f"{i}?") + said("assistant", str(i))} for i in range(24)]
+    words = ["--dataset_name", jsonl(tmp_path / "chats.jsonl", rows), "--chat_template", "chatml", "--max_steps", 2]
+    words += ["--model_name_or_path", name, "--assistant_only_loss", "--packing_capacity", 256, "--output_dir", "out"]
+    run(tmp_path, *COMMAND, "sft", *words, "--use_cpu", "--report_to", "none")
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert saved.eos_token == "<|im_end|>"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == saved.eos_token_id
+    assert saved.apply_chat_template(rows[7]["messages"], return_dict=True)["input_ids"].count(saved.eos_token_id) == 2
+
+
+def test_chats_end_with_the_token_that_ends_the_turns_of_the_models_own_template(tmp_path):
+    own = byte_tokenizer()
+    own.add_tokens(["<turn>"], special_tokens=True)
+    own.split_special_tokens = False
+    own.chat_template = "{% for m in messages %}{{ m.content }}<turn>{% endfor %}"
+    own.save_pretrained(tmp_path / "model")
+    arguments = {"model_name_or_path": tmp_path / "model", "dataset_name": "x", "output_dir": tmp_path}
+    for columns, more, token in (
+        (["messages"], {}, "<turn>"),
+        (["text"], {}, None),
+        (["messages"], {"eos_token": "</s>"}, "</s>"),
+    ):
+        _, config, chosen = local(**arguments, **more)
+        _use_end_token(config, chosen, columns)
+        assert config.eos_token == token

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout
 from ullage.datasets import TokenDataset, byte_tokenizer, docstrings, split_held_out, tokenize
-from ullage.datasets.tables import read_rows
+from ullage.datasets.tables import load_rows
 from ullage.datasets.text import read_samples
 
 
@@ -192,7 +192,7 @@ def test_what_is_not_here_is_never_sent_to_the_hub_if_it_is_nearly_a_file(tmp_pa
     )
     assert refusal(tmp_path / "other.csv") == "there is no such data file here (other.csv)"
     with pytest.raises(InputError, match="there is no such data file here"):
-        read_rows(["none*.jsonl"])
+        load_rows(["none*.jsonl"])
 
 
 def test_folders_patterns_and_parts_of_a_split(tmp_path):
@@ -203,15 +203,15 @@ def test_folders_patterns_and_parts_of_a_split(tmp_path):
     hub.mkdir()
     for name, texts in (("train-00000-of-00002", "ab"), ("train-00001-of-00002", "cd"), ("test", "e")):
         pq.write_table(pa.table({"text": [*texts]}), hub / f"{name}.parquet")
-    assert read_rows([str(hub)])["text"][:] == [*"abcd"]
-    assert read_rows([str(hub)], split="test")["text"][:] == ["e"]
-    assert read_rows([str(hub)], split="train[:50%]")["text"][:] == ["a", "b"]
-    assert read_rows([f"{hub}/train-*.parquet"])["text"][:] == [*"abcd"]
-    assert [row["text"] for row in read_rows([f"{hub}/test.parquet"], streaming=True)] == ["e"]
+    assert load_rows([str(hub)])["text"][:] == [*"abcd"]
+    assert load_rows([str(hub)], split="test")["text"][:] == ["e"]
+    assert load_rows([str(hub)], split="train[:50%]")["text"][:] == ["a", "b"]
+    assert load_rows([f"{hub}/train-*.parquet"])["text"][:] == [*"abcd"]
+    assert [row["text"] for row in load_rows([f"{hub}/test.parquet"], streaming=True)] == ["e"]
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "saved")
-    assert read_rows([str(tmp_path / "saved")])["text"][:] == ["x"]
+    assert load_rows([str(tmp_path / "saved")])["text"][:] == ["x"]
     with pytest.raises(InputError, match=r"the data cannot be read .*found .*[Uu]nknown split"):
-        read_rows([str(hub)], split="validation")
+        load_rows([str(hub)], split="validation")
 
 
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=8), st.none() | st.integers(1, 20))

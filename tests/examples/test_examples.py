@@ -18,6 +18,18 @@ def test_the_index_lists_every_example():
     assert listed == [(path.name, path.name) for path in sorted((ROOT / "examples").glob("[0-9]*"))]
 
 
+@pytest.mark.slow
+def test_the_quickstart_has_equal_losses_on_every_layout_and_a_page(tmp_path):
+    said = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path)
+    assert re.search(r"[\d.]+ times the real tokens per second, same losses: ", said)
+    page = (tmp_path / "quickstart.html").read_text()
+    assert all(f"{leg}</td>" in page for leg in ("2 processes, ZeRO 2", "1 process, ZeRO 1", "1 process, no DeepSpeed"))
+    [apart] = re.findall(r"<dt>≤ ([\de.-]+)</dt>", page)
+    assert float(apart) <= 1e-5
+    again = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path)
+    assert again.count("(done before)") == 8
+
+
 def test_a_batch():
     said = run("01_a_batch.py")
     assert "flat        [5, 6, 7, 8, 1, 2, 3, 4, 5]" in said

@@ -46,7 +46,7 @@ CALLS = {
     "from ullage import audit": f"ullage.audit needs transformers: {install_command('hf')}",
     "from ullage.training.trl import SFTTrainer": "ullage.training.trl.SFTTrainer needs",
     "from ullage.engines.fsdp import parallelize": "ullage.engines.fsdp.parallelize needs",
-    "from ullage.datasets.tables import read_rows; read_rows([path])": (
+    "from ullage.datasets.tables import load_rows; load_rows([path])": (
         f"reading data files needs datasets: {install_command('hf')}"
     ),
     "from ullage.datasets import byte_tokenizer; byte_tokenizer()": (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import forked
-from ullage.cli.train import main
+from ullage.cli.train import call
 from ullage.training.saving.checkpoints import checkpoints_in
 
 #: Columns of a width that no path is broken at.
@@ -15,7 +15,7 @@ WIDE = {"COLUMNS": "100"}
 
 def train(*arguments: object) -> None:
     """The verb without a start of Python."""
-    main([*map(str, arguments)])
+    call([*map(str, arguments)])
 
 
 def train_in(processes: int, folder: Path, *arguments: object, start: Any = forked.run, **environment: str) -> Any:

@@ -42,7 +42,7 @@ from ullage.core.errors import InputError, UllageError, UsageError, first_line, 
 from ullage.core.leaving import LOST, leave_at_once
 from ullage.core.replacing import replacing
 from ullage.datasets import byte_tokenizer, docstrings, split_held_out, tokenize
-from ullage.datasets.tables import near, read_rows, refuse_slip, revised
+from ullage.datasets.tables import near, load_rows, refuse_slip, revised
 from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config
@@ -178,7 +178,7 @@ def samples_of(sources: list[str] | None, args: DataArguments, split: str, revis
     samples, table = read_samples(taken, args.text_column, args.data_config, split)
     commit = re.search(r"@([0-9a-f]{40})/", " ".join(table.info.download_checksums or {}))
     revisions |= {sources[0]: commit[1]} if commit else {}
-    say(f"{', '.join(sources)}: {len(table) - len(samples):,} of {len(table):,} rows are empty and left out")
+    tell(f"{', '.join(sources)}: {len(table) - len(samples):,} of {len(table):,} rows are empty and left out")
     return samples
 
 
@@ -192,9 +192,9 @@ def datasets_of(data: DataArguments, model: Any, tokenizer: Any, parts: list[lis
             part.require_vocabulary(config.vocab_size, ", ".join(data.data or ()) or None)
             cut = f", {part.num_truncated:,} cut to {limit}" if part.num_truncated else ""
             lost = f", {part.num_dropped:,} without a label left out" if part.num_dropped else ""
-            say(f"{len(part):,} sequences to {use}, {part.num_tokens:,} tokens{cut}{lost}")
+            tell(f"{len(part):,} sequences to {use}, {part.num_tokens:,} tokens{cut}{lost}")
     if data.streaming:
-        rows = read_rows(data.data or (), data.data_config, data.data_split, streaming=True)
+        rows = load_rows(data.data or (), data.data_config, data.data_split, streaming=True)
         sets[0] = tokenize_stream(rows, data.text_column, tokenizer, limit, config.vocab_size, seed)
     return sets
 
@@ -310,7 +310,7 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     """The trainer of a call, with its data and model; each is told in a line."""
     data, sizes, args = Parser().parse_dict(settings_of(said, record))
     form_process_group(args)
-    say(f"device: {args.device}{', bf16' * args.bf16}{', fp16' * args.fp16}; processes: {args.world_size}")
+    tell(f"device: {args.device}{', bf16' * args.bf16}{', fp16' * args.fp16}; processes: {args.world_size}")
     revisions: dict[str, str] = record.setdefault("revisions", {})
     if data.streaming and (data.data is None or args.max_steps < 1):
         raise UsageError("a stream has no end", where="--streaming", hint="give --data, and the steps by --max_steps")
@@ -323,7 +323,7 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     model, tokenizer = model_and_tokenizer(sizes, data.tokenizer, revisions)
     sets = datasets_of(data, model, tokenizer, parts, args.seed)
     count, step = num_parameters(model), record["batch"][2]
-    say(f"{type(model).__name__}: {count:,} parameters; {len(tokenizer):,} tokens; a step: {step:,} sequences")
+    tell(f"{type(model).__name__}: {count:,} parameters; {len(tokenizer):,} tokens; a step: {step:,} sequences")
     if sets[1] is None:
         args.eval_strategy = type(args.eval_strategy)("no")
     axes = {name: getattr(sizes, name) for name in ("dp", "cp", "tp") if getattr(sizes, name)}
@@ -337,17 +337,17 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     trainer.add_callback(RunLog(trainer.meter, layout=f"{args.world_size} processes, {axes}" if axes else None))
     line, is_logged = trainer.packing_advice("--packing_capacity {}")
     if line is not None and not is_logged:
-        say(line)
+        tell(line)
     return trainer, notes, sizes
 
 
-def run(said: dict[str, Any]) -> int:
+def train_as_said(said: dict[str, Any]) -> int:
     """Train as a call says; the exit status."""
     folder = Path(said.get("output_dir", "runs/train"))
     record = record_of(said, folder)
     said = {**record.get("settings", {}), **said}
     if not record.pop("elsewhere", False) and record.get("finished") and decided(said) == record["settings"]:
-        say(f"{folder} holds this run, finished; --overwrite_output_dir starts over")
+        tell(f"{folder} holds this run, finished; --overwrite_output_dir starts over")
         return report(folder)
     checkpoint = said.pop("resume_from_checkpoint", "auto")
     trainer, notes, sizes = prepared(said, {**record, "finished": False})
@@ -355,7 +355,7 @@ def run(said: dict[str, Any]) -> int:
         (folder / RECORD).unlink(missing_ok=True)
         for path in checkpoints_in(folder):
             shutil.rmtree(path)
-    say(f"goes on from {newest}" if (newest := newest_unharmed(folder)) else "begins")
+    tell(f"goes on from {newest}" if (newest := newest_unharmed(folder)) else "begins")
     signals = [SIGINT] if takes_sigterm(trainer.args) else [SIGTERM, SIGINT]
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
     try:
@@ -368,7 +368,7 @@ def run(said: dict[str, Any]) -> int:
         return signalled.exit_status
     if signalled.number or notes.reached:
         how, state = {0: "stopped", SIGINT: "interrupted", SIGTERM: "terminated"}[signalled.number], trainer.state
-        say(f"{how} at step {state.global_step} of {state.max_steps}; the same command goes on")
+        tell(f"{how} at step {state.global_step} of {state.max_steps}; the same command goes on")
         return signalled.exit_status
     if not trainer.state.max_steps:
         raise InputError("the run has no step", where="--num_train_epochs or --max_steps")
@@ -398,7 +398,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def say(line: str) -> None:
+def tell(line: str) -> None:
     """Print a line, on the first rank."""
     if _rank() == 0:
         print(line, flush=True)
@@ -416,7 +416,7 @@ def _hush() -> None:
     logging.basicConfig(handlers=[shown], format="%(message)s")
 
 
-def main(argv: Sequence[str]) -> int:
+def call(argv: Sequence[str]) -> int:
     """Train, or print the help; the exit status."""
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         return Parser().show("--help-all" in wanted)
@@ -424,7 +424,7 @@ def main(argv: Sequence[str]) -> int:
     if "log_level" not in said:
         _hush()
     try:
-        return run(said)
+        return train_as_said(said)
     except UllageError:
         raise
     except Exception as error:  # a library's refusal; of a fault of the run, where it is matters
@@ -440,7 +440,7 @@ def main(argv: Sequence[str]) -> int:
 def train(ctx: typer.Context) -> None:
     """Train a model on text of unequal lengths, with the Hugging Face Trainer's own arguments."""
     try:
-        raise typer.Exit(main(ctx.args))
+        raise typer.Exit(call(ctx.args))
     except UllageError as error:
         if _rank() == 0:
             raise

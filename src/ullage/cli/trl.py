@@ -28,7 +28,7 @@ import typer
 
 from ullage.core.errors import InputError, UllageError, UsageError, first_line
 from ullage.core.replacing import replaced
-from ullage.datasets.tables import source_of, unreadable
+from ullage.datasets.tables import source_for, unreadable
 
 #: The method, as TRL names its command -> how its trainer and its configuration begin.
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
@@ -288,7 +288,7 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
     original = datasets.load_dataset
 
     def load(path: str, name: str | None = None, **options: Any) -> Any:
-        reader, files = source_of([path]) if isinstance(path, str) and "data_files" not in options else (path, {})
+        reader, files = source_for([path]) if isinstance(path, str) and "data_files" not in options else (path, {})
         try:
             found = original(reader, name, **{**options, **files})
         except Exception as error:  # the readers raise whatever pandas, pyarrow and json raise

@@ -33,7 +33,7 @@ from ullage.datasets.stored import (
     require_token_ids,
     require_values,
 )
-from ullage.datasets.tables import READERS, read_rows, refuse_slip
+from ullage.datasets.tables import READERS, load_rows, refuse_slip
 
 ENDINGS = (".npy", *READERS)
 #: Names of a column of lengths, in lower case.
@@ -103,7 +103,7 @@ def amounts_in_file(path: str | os.PathLike[str], column: str) -> list[Any]:
 
     Rows without a value have none. Raises ``InputError`` for a file without that column, and for other values.
     """
-    table = read_rows([os.fspath(path)])
+    table = load_rows([os.fspath(path)])
     choose_column(table.column_names, column, os.fspath(path))
     found = [[] if value is None else value for value in table[column][:]]
     for row, value in enumerate(found):
@@ -159,7 +159,7 @@ def _read_file(path: Path, column: str | None, tokenizer: str | None) -> Measure
             return numbers
     with tempfile.TemporaryDirectory(prefix="ullage-") as folder:
         # Mapped from there, so that a table may be larger than memory.
-        table = read_rows([where], cache=folder).data
+        table = load_rows([where], cache=folder).data
         # Rows of JSON may have columns of their own; the first row decides which there are.
         names = [name for name in table.column_names if table.column(name)[0].is_valid]
         chosen = choose_column(table.column_names if column else names, column, where)

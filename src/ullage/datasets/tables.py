@@ -31,7 +31,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def read_rows(
+def load_rows(
     sources: Sequence[str],
     config: str | None = None,
     split: str | None = None,
@@ -53,7 +53,7 @@ def read_rows(
     with needed_by("reading data files"):
         import datasets
 
-    name, options = source_of(sources)
+    name, options = source_for(sources)
     where, chosen = ", ".join(sources), split or "train"
     try:
         with _quiet(), tempfile.TemporaryDirectory(prefix="ullage-") as folder:
@@ -75,7 +75,7 @@ def read_rows(
     return table
 
 
-def source_of(sources: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def source_for(sources: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The name and the options with which ``datasets.load_dataset`` reads ``sources``.
 
     Raises ``InputError`` for files that are not there or not of one kind.
@@ -129,7 +129,7 @@ def near(word: object, names: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(found)}?" if found else None
 
 
-def place_of(sources: Sequence[str], row: int) -> str:
+def row_place(sources: Sequence[str], row: int) -> str:
     """How a row is named: by its line where one file of lines was read, else by its number."""
     ending = Path(sources[0]).suffix.lower()
     if len(sources) == 1 and Path(sources[0]).is_file() and ending in (".jsonl", ".txt"):

@@ -26,7 +26,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.extras import needed_by
 from ullage.core.layout import Layout
-from ullage.datasets.tables import place_of, read_rows, text_column
+from ullage.datasets.tables import row_place, load_rows, text_column
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
@@ -290,13 +290,13 @@ def read_samples(
 ) -> tuple[list[Sample], Any]:
     """The texts, or token ids with their labels, of a table without empty ones, and the table.
 
-    Arguments as for :func:`ullage.datasets.tables.read_rows`; ``column`` holds them. Raises ``InputError`` for a row
+    Arguments as for :func:`ullage.datasets.tables.load_rows`; ``column`` holds them. Raises ``InputError`` for a row
     that holds none, and where none is left.
     """
-    table, where = read_rows(sources, config, split), ", ".join(sources)
+    table, where = load_rows(sources, config, split), ", ".join(sources)
     column = text_column(table, where, column)
     labels = table["labels"][:] if "labels" in table.column_names and column != "labels" else None
-    found = usable(table[column][:], labels, lambda row: f"{where}, {place_of(sources, row)}, column {column!r}")
+    found = usable(table[column][:], labels, lambda row: f"{where}, {row_place(sources, row)}, column {column!r}")
     if not found:
         raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     return found, table
