@@ -42,7 +42,7 @@ from ullage.core.errors import InputError, UllageError, UsageError, first_line, 
 from ullage.core.leaving import LOST, leave_at_once
 from ullage.core.replacing import replacing
 from ullage.datasets import byte_tokenizer, docstrings, split_held_out, tokenize
-from ullage.datasets.tables import near, load_rows, refuse_slip, revised
+from ullage.datasets.tables import load_rows, near, refuse_slip, revised
 from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config

@@ -26,7 +26,7 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.core.extras import needed_by
 from ullage.core.layout import Layout
-from ullage.datasets.tables import row_place, load_rows, text_column
+from ullage.datasets.tables import load_rows, row_place, text_column
 
 #: A text, or a sequence of token ids; with labels of its own, a row of both.
 Sample = str | list[int] | dict[str, Any]
