@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,6 +187,36 @@ def planned(lengths: Int64, strategy: str, settings: dict[str, Any]) -> PlannedS
     return PlannedStep(step, arrival_order(step), padded(step) if step.num_microbatches else None)
 
 
+def step_sentence(step: PlannedStep) -> str:
+    """The time of the step beside arrival order's and that of padded batches, in one sentence; empty without any."""
+    time, parts = step_time(step.plan), []
+    if step.reference is not None:
+        parts.append(f"{100 * time / step_time(step.reference):.1f} % of next_fit's time")
+    if step.padded is not None and step.padded_time:
+        padding = f"{100 * step.padded.padding_computed:.1f} % padding"
+        parts.append(f"{100 * time / step.padded_time:.1f} % of padded batches' ({padding})")
+    return f"The step takes {' and '.join(parts)}." if parts else ""
+
+
+def step_record(step: PlannedStep) -> dict[str, Any]:
+    """The figures of one step as plain data."""
+
+    def numbers(one: Plan) -> dict[str, Any]:
+        return {"strategy": one.strategy, "step_time": step_time(one), **asdict(one.statistics())}
+
+    plan, stats = step.plan, step.plan.statistics()
+    names = ("num_microbatches", "ullage", "rank_imbalance", "critical_path")
+    bound = (stats.lower_bound, bound_ullage(plan, stats), stats.rank_imbalance_bound, stats.critical_path_bound)
+    return {
+        **{name: getattr(plan, name) for name in ("ranks", "capacity", "capacities", "pad_to_multiple_of", "sync")},
+        "plan": numbers(plan),
+        "next_fit": None if step.reference is None else numbers(step.reference),
+        "padded": None if step.padded is None else {"step_time": step.padded_time, **asdict(step.padded)},
+        "lower_bound": dict(zip(names, bound, strict=True)),
+        "ideal": dict(zip(names, (ideal_microbatches(plan, stats), 0.0, 1.0, 1.0), strict=True)),
+    }
+
+
 def cut(lengths: Any, global_batch_size: int | None, steps: int | None) -> Iterator[Any]:
     """The lengths of each step, in order; the last, short one is kept. Without a size, all of them are one step."""
     size = global_batch_size or max(1, len(lengths))
@@ -249,6 +279,16 @@ class Padded:
     ullage: float
     rank_imbalance: float
     critical_path: float
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The figures by the names that :func:`figures` has for them."""
+        return {
+            "microbatches per rank": f"{self.num_microbatches:,}",
+            "ullage": f"{100 * self.ullage:.2f} %",
+            "rank imbalance": f"{self.rank_imbalance:.3f}",
+            "critical path": f"{self.critical_path:.3f}",
+        }
 
 
 def padded(plan: Plan) -> Padded | None:
