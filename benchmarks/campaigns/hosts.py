@@ -40,8 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.forked import environment  # noqa: E402
-from ullage.report.life import parts_of_down  # noqa: E402
-from ullage.report.run import Run, read_run, run_record  # noqa: E402
+from ullage.report.run import Run, read_run  # noqa: E402
 
 WORKER = ROOT / "tests" / "support" / "host_worker.py"
 EVENTS = ("killed", "stopped", "dropped", "returning", "rendezvous")
@@ -72,9 +71,7 @@ class Outcome:
     layouts: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     restarts: int = 0
-    steps_lost: int = 0
-    seconds_down: float = 0.0
-    parts_of_down: dict[str, float] = field(default_factory=dict)
+    steps_again: int = 0
     largest_difference: float | None = None
     seconds: float = 0.0
 
@@ -209,8 +206,8 @@ def run_story(story: Story, place: Path, whole: Run, taken: dict[int, list[int]]
     with Hosts(story.hosts, place) as hosts:
         try:
             agents = [hosts.start(k, least, arguments) for k in range(story.hosts)]
-            wait_for("the first checkpoint, and two steps", lambda: step_of(folder) >= 7, patience)
-            before = restarts_of(folder)
+            wait_for("the first checkpoint, and two steps", lambda: max(attempts_of(folder), default=0) >= 7, patience)
+            before = newest_of(folder)
             {"stopped": lambda: hosts.signal(lost, signal.SIGSTOP), "dropped": lambda: hosts.drop(lost)}.get(
                 story.event, lambda: hosts.signal(lost, signal.SIGKILL)
             )()
@@ -218,9 +215,7 @@ def run_story(story: Story, place: Path, whole: Run, taken: dict[int, list[int]]
                 found.said += end_of_others(agents[1:], patience, hosts)
                 agents = [hosts.start(k, least, arguments) for k in range(story.hosts)]
             elif story.event == "returning":
-                wait_for(
-                    "a step without the host", lambda: restarts_of(folder) > before and steps_again(folder), patience
-                )
+                wait_for("a step without the host", lambda: newest_of(folder) > before, patience)
                 agents[lost] = hosts.start(lost, least, arguments)
             waited = [
                 agent for k, agent in enumerate(agents) if k != lost or story.event in ("returning", "rendezvous")
@@ -254,42 +249,33 @@ def end_of_others(agents: Sequence[subprocess.Popen[bytes]], patience: float, ho
     return told
 
 
-def step_of(folder: Path) -> int:
-    with contextlib.suppress(Exception):
-        return read_run(folder).step
-    return 0
-
-
-def restarts_of(folder: Path) -> int:
-    with contextlib.suppress(Exception):
-        return read_run(folder).life.restarts
-    return 0
-
-
-def steps_again(folder: Path) -> bool:
-    last = read_run(folder).life.stretches[-1]
-    return last.reached > last.start
-
-
-def sequences_of(folder: Path) -> dict[int, list[int]]:
-    """The sequences of each step as it stands: those of the last attempt at it, of all its ranks."""
+def attempts_of(folder: Path) -> dict[int, dict[float, list[int]]]:
+    """The sequences of all ranks in each attempt at each step; an attempt is known by the time at which it began."""
     steps: dict[int, dict[float, list[int]]] = {}
     for path in folder.glob("sequences-*.jsonl"):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # half a line
                 told = json.loads(line)
                 steps.setdefault(told["step"], {}).setdefault(told["attempt"], []).extend(told["sequences"])
-    return {step: sorted(attempts[max(attempts)]) for step, attempts in steps.items()}
+    return steps
+
+
+def newest_of(folder: Path) -> float:
+    """The newest attempt that took a step."""
+    return max((began for attempts in attempts_of(folder).values() for began in attempts), default=0.0)
+
+
+def sequences_of(folder: Path) -> dict[int, list[int]]:
+    """The sequences of each step as it stands: those of the last attempt at it."""
+    return {step: sorted(attempts[max(attempts)]) for step, attempts in attempts_of(folder).items()}
 
 
 def judge(found: Outcome, folder: Path, whole: Run, taken: dict[int, list[int]]) -> None:
     """Compare the run as it stands with the uninterrupted one."""
     run = read_run(folder)
-    found.layouts = [each.layout for each in run.life.stretches]
-    record = run_record(run)
-    found.restarts, found.steps_lost = record["restarts"], record["steps_lost"]
-    found.seconds_down = round(record["seconds_down"], 1)
-    found.parts_of_down = {name: round(seconds, 1) for name, seconds in parts_of_down(run.life)}
+    found.layouts = [span.layout for span in run.spans]
+    found.restarts = len(run.spans) - 1
+    found.steps_again = sum(len(attempts) - 1 for attempts in attempts_of(folder).values())
     ours, theirs = dict(run.values("loss")), dict(whole.values("loss"))
     if ours.keys() != theirs.keys():
         found.problems.append(f"steps are missing: {sorted(theirs.keys() - ours.keys())}")
@@ -360,9 +346,9 @@ def main(
                     found.append(run_story(story, place, whole, taken, patience))
                     keep(found, results)
                     print(json.dumps(asdict(found[-1])), flush=True)
-    table = Table("story", "restarts", "steps lost", "s down", "largest difference", "problems")
+    table = Table("story", "restarts", "steps again", "largest difference", "problems")
     for each in found:
-        row = (each.name, each.restarts, each.steps_lost, each.seconds_down, each.largest_difference)
+        row = (each.name, each.restarts, each.steps_again, each.largest_difference)
         table.add_row(*map(str, row), "; ".join(each.problems)[:200])
     Console(width=160).print(table)
     wrong = sum(bool(each.problems) for each in found)
