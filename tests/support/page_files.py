@@ -29,7 +29,6 @@ READERS_OWN = {
     "docs/fsdp.md": "the checkpoint of a DeepSpeed run",
     "docs/packed_models.md": "a folder with a model",
     "docs/planning.md": "files of lengths and of token ids",
-    "docs/coming_from/ds_to_universal.md": "the checkpoint of a DeepSpeed run",
     "docs/coming_from/trl.md": "a file of token ids",
 }
 
@@ -195,7 +194,6 @@ FILES: dict[str, Callable[[Path], None]] = {
     "llama.json": _config,
     "path/to/model": _model,
     "checkpoint-300": _trainers,
-    "checkpoints/global_step95600": _zero,
     "checkpoints/global_step1000": _zero,
     "runs/zero/checkpoint-300/global_step300": _zero,
 }
