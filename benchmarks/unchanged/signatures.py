@@ -86,7 +86,8 @@ def contract() -> dict[str, dict[str, Any]]:
     """What the rows of the contract's page resolve to."""
     text = (ROOT / "docs" / "reference" / "contract.md").read_text()
     found = {}
-    for name in re.findall(r"^\| `([\w.]+)` \|", text, flags=re.MULTILINE):
+    cells = re.findall(r"^\| (`[\w.`, ]+`) \| \w+ \| ", text, flags=re.MULTILINE)
+    for name in (name for cell in cells for name in re.findall(r"[\w.]+", cell)):
         try:
             found[f"contract: {name}"] = _short(resolve(name))
         except (AttributeError, ImportError) as error:

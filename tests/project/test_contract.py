@@ -14,9 +14,10 @@ _KINDS = {"function": callable, "method": callable, "class": inspect.isclass}
 
 
 def rows():
-    """``(name, kind, parameters)`` of each row of the table."""
+    """``(name, kind, parameters)`` of each name in the rows of the table."""
     text = (ROOT / "docs" / "reference" / "contract.md").read_text()
-    return re.findall(r"^\| `([\w.]+)` \| (\w+) \| (?:`(.*)` )?\|$", text, flags=re.MULTILINE)
+    found = re.findall(r"^\| (`[\w.`, ]+`) \| (\w+) \| (?:`(.*)` )?\|$", text, flags=re.MULTILINE)
+    return [(name, *rest) for names, *rest in found for name in re.findall(r"[\w.]+", names)]
 
 
 def resolve(name):
