@@ -4,7 +4,7 @@
     python examples/15_ray_train.py --lose_worker_at 7
 
 Ray starts the workers, notices that one is gone and starts them again; where the checkpoints lie is Ray's to know. On a
-cluster ``--storage`` is a folder or a bucket that every node sees, and ``RAY_ADDRESS`` says where the cluster is. Where
+cluster ``--storage`` is a folder that every node sees, and ``RAY_ADDRESS`` says where the cluster is. Where
 it says nothing, Ray is started on this machine.
 """
 
@@ -38,9 +38,9 @@ class Report(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)  # as the machine under it would go: without a word
 
     def on_save(self, args, state, control, **kwargs):
-        # Every worker reports. The files come from one of each node: what its ranks have written lies in one folder.
+        # Every worker reports; the files come from one, since all have written into one folder.
         context, folder = ray.train.get_context(), Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        checkpoint = ray.train.Checkpoint.from_directory(folder) if context.get_local_rank() == 0 else None
+        checkpoint = ray.train.Checkpoint.from_directory(folder) if context.get_world_rank() == 0 else None
         losses = {row["step"]: row["loss"] for row in state.log_history if "loss" in row}
         told = {"losses": losses, "workers": context.get_world_size(), "began_at": self.began_at}
         ray.train.report(told, checkpoint=checkpoint)  # Ray keeps the figures that come with a checkpoint
@@ -95,7 +95,7 @@ def main():
             storage = os.path.abspath(chosen.storage or os.path.join(scratch, "storage"))
             trainer = TorchTrainer(
                 train_on_a_worker,
-                train_loop_config={**vars(chosen), "folder": os.path.join(scratch, "run")},
+                train_loop_config={**vars(chosen), "folder": os.path.join(storage, "run")},
                 scaling_config=ray.train.ScalingConfig(num_workers=tuple(chosen.workers), use_gpu=chosen.use_gpu),
                 run_config=ray.train.RunConfig(
                     name="ullage",

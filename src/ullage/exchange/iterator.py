@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -41,6 +40,7 @@ from ullage.exchange.steps import Options, PackedStep, StageFields, StepMaker
 from ullage.planning import plan
 from ullage.ranks import Axis, Topology, agree, tried
 from ullage.ranks.ending import before_the_end, end_groups_at_exit
+from ullage.ranks.groups import timeout_of
 from ullage.ranks.wire import gather_objects
 
 # Comparison of settings, coordinates and sources of all ranks, once before the first step.
@@ -513,10 +513,4 @@ def _timeout(timeout: timedelta | float | None, topology: Topology) -> timedelta
     if timeout is not None:
         return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     group = next((axis.group for axis in topology.axes if axis.group is not None), None)
-    if group is None:
-        return None
-    for device in ("cpu", "cuda"):
-        # torch has no public way to ask a group for its timeout.
-        with suppress(AttributeError, RuntimeError):
-            return group._get_backend(torch.device(device)).options._timeout
-    return None
+    return None if group is None else timeout_of(group)

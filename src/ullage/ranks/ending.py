@@ -60,7 +60,7 @@ def end_groups(within: float = _PATIENCE, *, destroy: bool = True) -> bool:
     """End our threads, and destroy the process groups if there are any left.
 
     ``within``: seconds to wait in all. Returns whether the interpreter can end without harm, as far as this process can
-    tell: False where a thread of ours or a collective is still under way.
+    tell: False where a thread of ours is under way, or a collective of a group that is to be destroyed.
     """
     if _process != os.getpid():
         return True

@@ -76,6 +76,14 @@ def make_group(
     return group
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's collectives; None for a backend that does not tell. torch has no public way to ask."""
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):
+        return None
+
+
 def _round(store: Any, size: int, timeout: timedelta) -> int:
     """How often these ``size`` members have met before, told when the last of them has come."""
     # A member comes again only after the round before was full, so the count divided by the members is the round.

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ullage.core.errors import DistributedError, UllageError, first_line
 from ullage.core.leaving import LOST
-from ullage.ranks.groups import PeerLost
+from ullage.ranks.groups import PeerLost, timeout_of
 
 #: Seconds above the longest step seen for which a collective of a step waits.
 ABOVE_LONGEST = 300.0
@@ -83,7 +83,7 @@ class LostRanks:
             limit = timedelta(seconds=ABOVE_LONGEST + self._longest)
             # A save in the background has a group of its own, and takes its time.
             groups = [group for group in c10d._world.pg_map if not group.group_desc.startswith("ullage savers")]
-            self._usual = [(group, usual) for group in groups if (usual := _timeout_of(group)) is not None]
+            self._usual = [(group, usual) for group in groups if (usual := timeout_of(group)) is not None]
             for group, usual in self._usual:
                 c10d._set_pg_timeout(min(limit, usual), group)
 
@@ -107,11 +107,3 @@ def is_of_collective(error: BaseException) -> bool:
         return not isinstance(error, CannotMeet)
     is_ours = isinstance(error, UllageError)
     return isinstance(error, RuntimeError) and not is_ours and any(word in str(error).lower() for word in _BROKEN)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's collectives; None for a backend that does not tell."""
-    try:
-        return group._get_backend(group._device_types[0]).options._timeout
-    except (RuntimeError, AttributeError, IndexError):
-        return None

@@ -39,7 +39,7 @@ from ullage.engines.fsdp.optimizer import (
 from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
 from ullage.ranks import Axis, together
-from ullage.ranks.world import is_first_of_machine, rank_here, require_same_folder
+from ullage.ranks.world import rank_here, require_same_folder
 from ullage.training.saving.checkpoints import require_same_model
 from ullage.training.saving.damage import examine
 from ullage.training.saving.staging import not_written, old_of, recover, write_into, write_whole
@@ -111,8 +111,7 @@ def load(
     parallel_of(model)
     folder = require_same_folder(Path(folder))
     with together(Axis.world(), "reading a checkpoint"):
-        # One process per machine: the folder may lie on a disk that machines do not share.
-        if is_first_of_machine():
+        if rank_here() == 0:
             _put_back(folder)
     _require_undamaged(folder, allow_changed)
     if _is_trainers(folder):

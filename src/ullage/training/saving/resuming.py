@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn.modules.dropout import _DropoutNd
 
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
+from ullage.ranks.world import agreement, gather, rank_here
 from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
 from ullage.training.saving.damage import Finding, examine, remember
 
@@ -112,9 +112,8 @@ def state_notes(checkpoint: Path) -> list[str]:
 
 
 def listed_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that any host sees, the newest first. Collective."""
-    names = gather([path.name for path in checkpoints_in(folder)] if is_first_of_machine() else [])
-    return sorted((folder / name for name in {name for own in names for name in own}), key=step_of, reverse=True)
+    """The checkpoints in a folder as rank 0 sees it, the newest first. Collective."""
+    return [folder / name for name in reversed(gather([path.name for path in checkpoints_in(folder)])[0])]
 
 
 def _examined(checkpoint: Path, allow_changed: bool) -> Finding:
