@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign compat test-core watch release-check lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign compat test-core models watch release-check lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -83,6 +83,9 @@ campaign: $(if $(wildcard benchmarks/campaigns/$(NAME).py),install)  ## a long c
 
 compat: install  ## every way of packing, evaluation and resuming on the oldest and newest transformers; two minutes
 	@$(BIN)/python benchmarks/campaigns/versions.py --quick
+
+models: install  ## audit a tiny model of every type of transformers, and write docs/models.md; minutes
+	@$(BIN)/python -m maintenance.models_page docs/models.md
 
 watch: install  ## what the adapters rely on in other frameworks, and what has changed: make watch VERL=path
 	@$(BIN)/python maintenance/watch.py $(filter-out PYTHON=% ROOM=% NAME=% ARGS=%,$(MAKEOVERRIDES))

@@ -48,9 +48,9 @@ import ullage
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # rows are padded as in the tests
 
+from maintenance.pictures import picture_samples  # noqa: E402
 from tests.support.picture_types import PaddedCollator  # noqa: E402
 from ullage.attention.support import text_modules  # noqa: E402
-from ullage.proofs.pictures import picture_samples  # noqa: E402
 
 SEQUENCES, MOST = 8, 300
 _TEXT: dict[str, Any] = {

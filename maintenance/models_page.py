@@ -1,6 +1,7 @@
 """Audit every type of text or images of the installed transformers, and our recurrent models, and write the table.
 
-``python maintenance/models_page.py docs/models.md``: takes minutes; exit status 1 if one leaks or differs.
+``make models``, or ``python -m maintenance.models_page docs/models.md``, takes minutes; exit status 1 if one leaks or
+differs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from maintenance import pictures
+from maintenance.tiny import KINDS, model_types, tiny_model
+from ullage.core.errors import InputError
 from ullage.core.replacing import replacing
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.models.cells import CELLS
-from ullage.proofs.auditing import Audit, audit, audit_type
-from ullage.proofs.tiny import KINDS, model_types, tiny_model
+from ullage.proofs.auditing import Audit, audit
 
 #: Beside the kinds of transformers' heads: our own models, by cell.
 RECURRENT = "recurrent"
@@ -37,7 +40,7 @@ _TITLES = {
 }
 _HEAD = """# Models that pack, and how that is proved
 
-Made on {today} by `python maintenance/models_page.py docs/models.md`, with {versions}, on the CPU in float32.
+Made on {today} by `make models`, with {versions}, on the CPU in float32.
 
 Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 72 tokens in one row
 are then compared with each of them alone: outputs to 2e-5, every gradient to 2e-4, in other orders and beside one-token
@@ -63,23 +66,29 @@ def entries(kinds: Sequence[str] = (*KINDS, RECURRENT)) -> list[tuple[str, str]]
 
 
 def audit_entry(kind: str, name: str, *, seed: int = 0) -> Audit:
-    """The audit of a tiny model of one type; of one that cannot be built, the verdict "not built" and the reason."""
-    if kind != RECURRENT:
-        return audit_type(kind, name, seed=seed)
-    report = audit(_recurrent(name, seed), seed=seed)
+    """The audit of a tiny model of one type; of one that cannot be built, the verdict "not built" and the reason.
+
+    One of kind "image" that was audited on text alone counts as not built.
+    """
+    try:
+        model = model_of(kind, name, seed=seed)
+    except InputError as error:
+        return Audit(name, "", verdict="not built", reason=error.hint or str(error))
+    report = audit(model, seed=seed, pictures=pictures)
     report.model_type = name
+    if kind == "image" and not report.images:
+        report.verdict = "not built"
+        report.reason = report.without_images or report.reason or "it takes text alone"
     return report
 
 
 def model_of(kind: str, name: str, *, seed: int = 0) -> Any:
     """The tiny model of an entry. Raises ``InputError`` where it cannot be built."""
-    return _recurrent(name, seed) if kind == RECURRENT else tiny_model(name, kind, seed=seed)
-
-
-def _recurrent(cell: str, seed: int) -> Any:
+    if kind != RECURRENT:
+        return tiny_model(name, kind, seed=seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return RecurrentForCausalLM(RecurrentConfig(cell=cell, vocab_size=99, hidden_size=32, num_hidden_layers=2))
+        return RecurrentForCausalLM(RecurrentConfig(cell=name, vocab_size=99, hidden_size=32, num_hidden_layers=2))
 
 
 def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:

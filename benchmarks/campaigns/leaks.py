@@ -54,12 +54,12 @@ from ullage.mixers.ways import Way
 from ullage.mixers.wrappers import bare
 from ullage.proofs import audit
 from ullage.proofs.samples import Samples
-from ullage.proofs.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the leaks are those of the tests
 
 from maintenance import models_page  # noqa: E402
+from maintenance.tiny import tiny_model  # noqa: E402
 from tests.support import leaks as planted  # noqa: E402
 from tests.support import picture_leaks  # noqa: E402
 from tests.support.small_runs import on_ranks  # noqa: E402
@@ -74,7 +74,7 @@ ROUNDING = 1e-5
 
 def samples_of(model: Any, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
     """Sequences for a model, as its data set would give them."""
-    drawing = Samples(model, None, 0)
+    drawing = Samples(model, None, 0, models_page.pictures)
     with at_rest(model, training=False):
         drawing.settle()
     row = drawing.draw([min(max(length, drawing.least), drawing.most) for length in lengths])

@@ -151,7 +151,7 @@ def tested(python: Path, tests: tuple[str, ...], chosen: str) -> dict[str, Any]:
 def audited() -> dict[str, Any]:
     """The verdict on each type. Runs within an environment."""
     from maintenance.models_page import audit_entry
-    from ullage.proofs.tiny import model_types
+    from maintenance.tiny import model_types
 
     found: dict[str, Any] = {"passed": 0, "failed": {}, "not applicable": {}}
     for kind, names in TYPES.items():
@@ -170,6 +170,7 @@ def audited() -> dict[str, Any]:
 
 def packed() -> dict[str, Any]:
     """A packed row of each of ``QUICK_TYPES``, forward and backward, against its sequences alone. As ``audited``."""
+    from maintenance import pictures
     from maintenance.models_page import model_of
     from ullage.proofs.auditing import compare, pack_as_a_run
     from ullage.proofs.samples import Samples
@@ -180,7 +181,7 @@ def packed() -> dict[str, Any]:
         for name in names.split():
             wrong, compared = [], False
             try:
-                samples = Samples(model_of(kind, name), None, 0)
+                samples = Samples(model_of(kind, name), None, 0, pictures)
                 pack_as_a_run(samples)
                 classes |= {type(value) for each in samples.model.modules() for value in vars(each).values()}
                 for check in compare(samples):
@@ -212,7 +213,7 @@ def losses() -> dict[str, Any]:
     import torch
     import transformers
 
-    from ullage.proofs.tiny import tiny_model
+    from maintenance.tiny import tiny_model
     from ullage.training import Trainer, TrainingArguments
 
     samples = [{"input_ids": [(i * 7 + k * (i % 5 + 1)) % 90 + 3 for k in range(3 + i * 11 % 40)]} for i in range(96)]

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from maintenance.tiny import tiny_model
 from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention import packed_attention, packing_problem, require_packing, supports_packing
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.releases import CACHE
 from ullage.attention.segments import arrange, attention_of_row, host_lengths
 from ullage.attention.varlen import _block_mask, chunked, flex_attention, serves_flex, varlen_attention
-from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 

@@ -107,11 +107,11 @@ def test_a_model_by_kernels_calls_a_mixer_once_and_gives_each_sequence_what_it_g
         pytest.skip("the packages compute on a GPU")
     for package in TYPES[model_type]:
         importlib.import_module(package) if importlib.util.find_spec(package) else pytest.skip(f"no {package}")
+    from maintenance.tiny import tiny_model
     from tests.mixers.test_kernels import alone, packed_row, rows_of, split
     from ullage import pack_model, to_device
     from ullage.mixers.kernels import length_keywords
     from ullage.mixers.ways import mixers_of
-    from ullage.proofs import tiny_model
 
     model = tiny_model(model_type, "causal").to(device).train()
     mixers = [mixer for _, mixer in mixers_of(model)]

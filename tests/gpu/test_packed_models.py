@@ -28,8 +28,8 @@ def row_of(kind, seed=0):
 
 @pytest.mark.parametrize(("model_type", "kind"), TYPES.items())
 def test_a_packed_model_is_the_cpus(device, model_type, kind):
+    from maintenance.tiny import tiny_model
     from ullage import pack_model
-    from ullage.proofs import tiny_model
 
     model = tiny_model(model_type, kind)
     other = copy.deepcopy(model).to(device)
@@ -42,8 +42,8 @@ def test_a_packed_model_is_the_cpus(device, model_type, kind):
 
 @pytest.mark.parametrize(("model_type", "kind"), TYPES.items())
 def test_nothing_leaks_on_the_device(device, model_type, kind):
+    from maintenance.tiny import tiny_model
     from ullage import audit
-    from ullage.proofs import tiny_model
 
     report = audit(tiny_model(model_type, kind).to(device))
     assert report.device.startswith(device.type)

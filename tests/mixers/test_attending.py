@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MT5Config, MT5ForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import ullage
+from maintenance.tiny import tiny_model
 from tests.support.own_models import alone as logits_alone
 from tests.support.own_models import packed_row
 from ullage import RaggedBatch
 from ullage.mixers.packed_model import call_equally_often
 from ullage.mixers.ways import BY_ATTENTION, ways_of
-from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from maintenance.tiny import tiny_config, tiny_model
 from tests.support.kernel_standins import CALLS, PACKAGES, file_of
 from ullage import Layout, RaggedBatch, audit, pack_model
 from ullage.mixers.kernels import length_keywords, shares_chunks
 from ullage.mixers.ways import mixers_of
-from ullage.proofs.tiny import tiny_config, tiny_model
 
 pytestmark = pytest.mark.parity
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMultipleChoice
 
 import ullage
+from maintenance.tiny import tiny_model
 from tests.support.own_models import LENGTHS, alone, packed_row, sequences
 from ullage import RaggedBatch, pack_model
 from ullage.core.errors import InputError
@@ -19,7 +20,6 @@ from ullage.mixers import is_packed
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way
 from ullage.mixers.wrappers import bare
-from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 

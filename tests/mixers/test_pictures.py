@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from maintenance.pictures import picture_samples, takes_clips
+from maintenance.tiny import tiny_model
 from tests.support import picture_ranks
 from tests.support.processes import run, values
 from ullage import RaggedBatch, pack_model
@@ -12,8 +14,6 @@ from ullage.attention import packing_problem
 from ullage.core.errors import InputError
 from ullage.mixers import run_towers_always
 from ullage.mixers.items import alone_form
-from ullage.proofs.pictures import picture_samples, takes_clips
-from ullage.proofs.tiny import tiny_model
 
 pytestmark = pytest.mark.parity
 

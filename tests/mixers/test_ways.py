@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import ullage
 import ullage.attention
+from maintenance.tiny import tiny_model
 from tests.support.own_models import (
     LEAKING,
     ShiftLlamaForCausalLM,
@@ -26,7 +27,6 @@ from ullage.mixers import CompetingSequences
 from ullage.mixers.packed_model import put_in, take_out
 from ullage.mixers.ways import Way, ways_of
 from ullage.models import RecurrentConfig, RecurrentForSequenceClassification
-from ullage.proofs.tiny import tiny_model
 
 
 def difference(model):
@@ -105,7 +105,7 @@ def test_a_name_is_not_believed_where_the_forward_is_of_another_head():
 
 @pytest.mark.regression
 def test_a_pool_put_into_a_hybrid_ends_its_certainty():
-    from ullage.proofs.tiny import tiny_model
+    from maintenance.tiny import tiny_model
 
     model = tiny_model("qwen3_next", "causal")
     assert ways_of(model).sure.kind == "mixers"

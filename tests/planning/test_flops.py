@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from maintenance.pictures import picture_samples
+from maintenance.tiny import tiny_model
 from ullage import InputError, MultimodalCost, RaggedBatch, TransformerCost
 from ullage.mixers.items import alone_form
-from ullage.proofs.pictures import picture_samples
-from ullage.proofs.tiny import tiny_model
 from ullage.training.batches.amounts import amounts_of
 
 pytestmark = pytest.mark.parity

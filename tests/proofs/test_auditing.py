@@ -11,13 +11,14 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from typer.testing import CliRunner
 
 from maintenance.models_page import audit_entry, entries, page
+from maintenance.tiny import tiny_model
 from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
-from ullage.cli.audit import app
+from ullage.cli.group import app
 from ullage.core.layout import Layout
 from ullage.mixers import by_lengths, forwards, is_packed, pack_model
 from ullage.mixers.wrappers import bare
-from ullage.proofs.tiny import tiny_model
+from ullage.proofs.given import named_model
 
 pytestmark = pytest.mark.parity
 
@@ -196,7 +197,7 @@ def test_every_type_is_in_the_committed_table():
 
 
 def test_the_command_says_it_in_json_and_by_its_status():
-    plain = CliRunner().invoke(app, ["bert", "--as-is", "--kind", "masked", "--json"])
+    plain = CliRunner().invoke(app, ["audit", "bert-64x2", "--as-is", "--kind", "masked", "--json"])
     assert plain.exit_code == 1
     told = json.loads(plain.stdout, parse_constant=pytest.fail)  # one document, of numbers that JSON has
     assert told["verdict"] == "leak"
@@ -206,14 +207,32 @@ def test_the_command_says_it_in_json_and_by_its_status():
 
 def test_the_command_takes_a_folder(tmp_path):
     gpt2().save_pretrained(tmp_path)
-    told = CliRunner().invoke(app, [str(tmp_path)])
-    assert (told.exit_code, "exact" in told.output) == (0, True), told.output
+    told = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "exact"), told.output
+    assert audit(str(tmp_path)).value("logits") == audit(GPT2LMHeadModel.from_pretrained(tmp_path)).value("logits")
+
+
+@pytest.mark.parametrize("name", ["llama-64x2", "lstm-32x1", "qwen3_next-64x4"])
+def test_a_new_model_is_named_by_its_type_and_sizes(name):
+    told = CliRunner().invoke(app, ["audit", name])
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "exact"), told.output
+
+
+def test_no_parameter_of_a_new_model_is_constant_and_the_random_state_stays():
+    before = torch.get_rng_state()
+    model, same = named_model("qwen3_next-64x4"), named_model("qwen3_next-64x4")
+    assert torch.equal(torch.get_rng_state(), before)
+    for (name, parameter), other in zip(model.named_parameters(), same.parameters()):
+        assert torch.equal(parameter, other), name
+        assert parameter.numel() < 4 or parameter.min() < parameter.max(), name
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "name one MODEL, or ask for --all"),
-    (["no_such_type"], "no such text model type"),
-    (["gpt2", "--kind", "sound"], "no such kind of model"),
+    ([], "Missing argument 'MODEL'"),
+    (["no_such_type"], "A new model is named by its type and sizes, such as no_such_type-64x4"),
+    (["llama-64x2", "--kind", "sound"], "no such kind of model"),
+    (["llama-64x2", "--kind", "masked"], "no model of this kind has this type: expected masked, found llama"),
+    (["llama-8192x32"], "the model is not small (llama-8192x32)"),
     (["own_models:gpt2", "--kind", "causal"], "are for models of transformers"),
     (["own_modles:gpt2"], "there is no such module: found 'own_modles'"),
     (["own_models:gpt3"], "the module has no such name (own_models): found 'gpt3'"),
@@ -224,7 +243,7 @@ def test_the_command_takes_a_folder(tmp_path):
     (["own_models:Error"], "this is no class of a model: expected a subclass of nn.Module, found Error"),
 ])  # fmt: skip
 def test_what_is_not_audited_has_a_status_of_its_own(arguments, words, own_models):
-    told = CliRunner().invoke(app, arguments)
+    told = CliRunner().invoke(app, ["audit", *arguments])
     assert told.exit_code == 2
     assert words in told.output
     assert told.stdout == ""
@@ -271,14 +290,14 @@ class Huge(PreTrainedModel):
 
 @pytest.mark.parametrize("name", ["gpt2", "LlamaForCausalLM"])
 def test_the_command_takes_a_function_and_a_class_of_ones_own(name, own_models):
-    told = CliRunner().invoke(app, [f"own_models:{name}"])
+    told = CliRunner().invoke(app, ["audit", f"own_models:{name}"])
     assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "exact"), told.output
 
 
 def test_on_github_a_leak_is_told_beside_its_class_and_in_the_summary(own_models, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(own_models / "summary.md"))
-    told = CliRunner().invoke(app, ["own_models:Shifted", "--as-is", "--json"])
+    told = CliRunner().invoke(app, ["audit", "own_models:Shifted", "--as-is", "--json"])
     assert (told.exit_code, json.loads(told.stdout)["verdict"]) == (1, "leak")
     line = _OWN_MODELS.splitlines().index("class Shifted(LlamaForCausalLM):") + 1
     assert f"::error file=own_models.py,line={line},title=ullage audit::Shifted: leak (" in told.stderr
@@ -327,12 +346,12 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path):
     (folder / "own.py").write_text(_OWN_CODE.format(ran=str(ran)))
     told = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
     (folder / "config.json").write_text(json.dumps(told))
-    refused = CliRunner().invoke(app, [str(folder)])
+    refused = CliRunner().invoke(app, ["audit", str(folder)])
     assert refused.exit_code == 2
     assert "--trust_remote_code" in refused.output
     assert not ran.exists()
     # A model of nobody's acquaintance runs by lengths as a whole.
-    trusted = CliRunner().invoke(app, [str(folder), "--trust_remote_code", "--json"])
+    trusted = CliRunner().invoke(app, ["audit", str(folder), "--trust_remote_code", "--json"])
     assert ran.exists()
     found = json.loads(trusted.output.strip().splitlines()[-1])
     assert (found["verdict"], found["way"]) == ("exact", "whole by lengths"), found

@@ -5,20 +5,18 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers.models.qwen2_vl import modeling_qwen2_vl
-from typer.testing import CliRunner
 
+from maintenance import pictures
 from maintenance.models_page import audit_entry
+from maintenance.pictures import picture_samples, takes_clips
+from maintenance.tiny import model_types, tiny_model
 from tests.proofs.test_auditing import committed_table
 from ullage import audit
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.packed_call import PackedCall
-from ullage.cli.audit import app
 from ullage.core.errors import InputError
 from ullage.mixers import forwards
 from ullage.mixers.items import RowItems, alone_form
-from ullage.proofs import tiny
-from ullage.proofs.pictures import picture_samples, takes_clips
-from ullage.proofs.tiny import model_types, tiny_model
 
 pytestmark = pytest.mark.parity
 
@@ -29,7 +27,7 @@ FAMILIES = [
 
 
 def test_a_model_is_audited_with_images_and_clips():
-    report = audit(tiny_model("qwen2_vl", "image"))
+    report = audit(tiny_model("qwen2_vl", "image"), pictures=pictures)
     assert (report.verdict, report.images) == ("exact", "images and clips"), report
     assert {"items", "places", "positions", "other images", "poison"} <= {check.name for check in report.checks}
 
@@ -106,7 +104,7 @@ def a_mask_over_all_sequences(monkeypatch):
     pytest.param(a_mask_over_all_sequences, "leak", "tokens see tokens or images of another sequence", marks=pytest.mark.slow),
 ], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
 def test_a_planted_fault_is_found_and_named(plant, verdict, told, monkeypatch):
-    report = audit(plant(monkeypatch))
+    report = audit(plant(monkeypatch), pictures=pictures)
     assert (report.verdict, told in report.reason) == (verdict, True), report
 
 
@@ -125,15 +123,10 @@ def test_samples_run_alone_and_depend_on_each_image(model_type):
                 assert not torch.equal(model(**alone_form(model, sample | {name: pixels})).logits, logits)
 
 
-def test_every_type_of_a_kind_is_audited_a_line_each(monkeypatch):
-    monkeypatch.setattr(tiny, "model_types", lambda kind: ["git", "paddleocr_vl"])
-    told = CliRunner().invoke(app, ["--all", "--kind", "image"])
-    assert told.stdout.splitlines() == [
-        "image git: not built: its images stand before the text, for no tokens of their own",
-        "image paddleocr_vl: exact with images",
-        "1 not built, 1 exact; 1 exact with images",
-    ]
-    assert told.exit_code == 0
+def test_without_a_maker_of_images_the_audit_says_that_it_was_of_text():
+    report = audit(tiny_model("llava", "image"))
+    assert (report.verdict, report.images) == ("exact", ""), report
+    assert "the proof before a run's first step" in report.without_images
 
 
 def test_a_model_of_text_takes_no_images():

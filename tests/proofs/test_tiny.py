@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
+from maintenance.tiny import KINDS, MISSING, MOST_PARAMETERS, CannotBuild, model_types, tiny_config, tiny_model
 from ullage.core.errors import InputError
-from ullage.proofs.tiny import KINDS, MISSING, MOST_PARAMETERS, CannotBuild, model_types, tiny_config, tiny_model
 
 FAMILIES = [("llama", "causal"), ("qwen3_next", "causal"), ("bert", "masked"), ("t5", "seq2seq")]
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from maintenance.tiny import VOCABULARY, tiny_model
 from tests.attention.test_attention import GEMMA3, GPT2, LATENT, WINDOWED, build, gradients, samples_of
 from tests.support.processes import raised
 from ullage import RaggedBatch, pack_model
 from ullage.attention import context_parallel, require_context_parallel, shard_batch
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.proofs.tiny import VOCABULARY, tiny_model
 from ullage.ranks import Axis, Topology
 
 MODELS = {

@@ -7,7 +7,9 @@ import io
 
 import torch
 
+from maintenance import pictures
 from maintenance.models_page import model_of
+from maintenance.tiny import CannotBuild
 from tests.support.small_runs import logged, packed_steps, quiet
 from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.core.errors import UllageError, first_line
@@ -15,7 +17,6 @@ from ullage.mixers.at_rest import at_rest
 from ullage.mixers.items import alone_form
 from ullage.proofs.auditing import IMAGES, LENGTHS
 from ullage.proofs.samples import Samples
-from ullage.proofs.tiny import CannotBuild
 from ullage.training import RaggedCollator, Seq2SeqCollator, Trainer
 
 #: Largest difference of loss and norm, relative to those of single sequences.
@@ -31,7 +32,7 @@ def drawn(kind, name):
 @functools.lru_cache(maxsize=1)
 def _drawn(kind, name):
     model = model_of(kind, name)
-    samples = Samples(model, None, 0)
+    samples = Samples(model, None, 0, pictures)
     with at_rest(model, training=False):
         samples.settle()
     # Shorter than the model takes, or longer, there is none.

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from maintenance.tiny import tiny_model
 from tests.support import packing_script, processes
 from tests.support.checkpoints import flip
 from tests.support.launch import full_disk
@@ -29,7 +30,6 @@ from ullage.engines import fsdp
 from ullage.engines.fsdp.optimizer import clip_grad_norm
 from ullage.engines.fsdp.parallel import device_type
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.proofs.tiny import tiny_model
 from ullage.ranks import Topology
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from maintenance.pictures import picture_samples
+from maintenance.tiny import tiny_model
 from tests.support.packing_script import leave, zero
 from tests.support.small_runs import logged, quiet
 from ullage.core.errors import InputError
 from ullage.mixers.items import alone_form
 from ullage.mixers.packed_model import way_of
-from ullage.proofs.pictures import picture_samples
-from ullage.proofs.tiny import tiny_model
 from ullage.training import RaggedCollator, Trainer
 
 KINDS = ("llava", "qwen2_5_vl")

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from maintenance.pictures import picture_samples, takes_clips
+from maintenance.tiny import tiny_model
 from ullage import RaggedBatch, pack_model
 from ullage.mixers import call_equally_often, run_towers_always
-from ullage.proofs.pictures import picture_samples, takes_clips
-from ullage.proofs.tiny import tiny_model
 from ullage.training.deepspeed import init_distributed
 
 

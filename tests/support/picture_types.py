@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from maintenance.pictures import picture_samples, takes_clips
+from maintenance.tiny import tiny_model
 from tests.support.packing_script import leave, zero
 from tests.support.small_runs import logged, packed_steps, quiet
 from ullage.core.columns import fill_value, is_media
 from ullage.mixers.items import alone_form, has_rows_of_items, seen_tiles
-from ullage.proofs.pictures import picture_samples, takes_clips
-from ullage.proofs.tiny import tiny_model
 from ullage.training import RaggedCollator, Trainer
 
 TYPES = (

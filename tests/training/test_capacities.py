@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from maintenance.pictures import picture_samples
+from maintenance.tiny import tiny_model
 from ullage import InputError, MultimodalCost, RaggedBatch
 from ullage.planning import Plan
-from ullage.proofs.pictures import picture_samples
-from ullage.proofs.tiny import tiny_model
 from ullage.training import Trainer, TrainingArguments
 from ullage.training.batches.amounts import amounts_of
 

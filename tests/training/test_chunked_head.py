@@ -11,11 +11,11 @@ from torch import nn
 
 from benchmarks.campaigns.chunked_heads import compare
 from benchmarks.memory import measure
+from maintenance.tiny import model_types
 from tests.support import packing_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.proofs.tiny import model_types
 from ullage.training.loss.lazy_logits import HeadCall, LazyLogits, head_in_chunks, head_problem
 from ullage.training.step.packing import PackedBatch
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from maintenance.models_page import entries
+from maintenance.tiny import tiny_model
 from tests.support import every_type
 from tests.support.small_runs import logged, quiet
 from ullage import InputError
-from ullage.proofs.tiny import tiny_model
 from ullage.training import RaggedCollator, Trainer
 
 #: Layers of two head sizes, lists of MLP sizes, and a loss that its class's name tells wrong.

@@ -5,11 +5,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from maintenance.tiny import tiny_model
 from tests.support import packed_models, packing_script
 from tests.support.small_runs import logged, on_ranks, quiet
 from ullage import InputError
 from ullage.mixers import pack_model
-from ullage.proofs.tiny import tiny_model
 from ullage.training import RaggedCollator, Trainer
 from ullage.training.batches import forms
 from ullage.training.step.packing import Packer

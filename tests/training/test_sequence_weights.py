@@ -6,6 +6,7 @@ import torch
 import transformers as hf
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+from maintenance.tiny import CannotBuild, model_types, tiny_model
 from tests.support import own_losses, packing_script
 from tests.support.small_runs import losses, on_ranks
 from tests.support.trl_cases import tokenizer
@@ -15,7 +16,6 @@ from ullage import InputError
 from ullage.attention.heads import loss_shifts
 from ullage.cli.train import decided
 from ullage.engines.fsdp.model import require_supported
-from ullage.proofs.tiny import CannotBuild, model_types, tiny_model
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.loss.lazy_logits import HeadCall
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_cross_entropy, weighted_token_loss

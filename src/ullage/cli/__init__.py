@@ -36,7 +36,9 @@ def _main() -> None:
     from ullage.core.leaving import leave_at_once
 
     try:
-        _run()
+        from ullage.cli.group import app
+
+        app()
     except SystemExit as leaving:
         status = _status(leaving.code)
         # Ending the interpreter joins its threads, which may wait for a rank that never comes: then it is not ended.
@@ -49,20 +51,6 @@ def _main() -> None:
         # ``os._exit`` skips the interpreter's own report of the error, so it is printed first.
         sys.excepthook(type(error), error, error.__traceback__)
         leave_at_once(1)
-
-
-def _run() -> None:
-    from ullage.core.errors import UllageError
-    from ullage.core.extras import needed_by
-
-    try:
-        with needed_by(" ".join(["ullage", *(verb for verb in sys.argv[1:2] if verb in VERBS)])):
-            from ullage.cli.group import app
-
-            app()
-    except UllageError as error:
-        print(f"ullage: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
 
 
 def _status(code: Any) -> int:

@@ -10,17 +10,16 @@ import inspect
 import json
 import os
 import re
-import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ullage.core.errors import InputError, UllageError, UsageError
+from ullage.cli.options import AsJson
+from ullage.core.errors import UllageError, UsageError
 from ullage.core.extras import needed_by
 
 if TYPE_CHECKING:
@@ -35,13 +34,13 @@ _OWN = re.compile(r"[\w.]+:[\w.]+")
 @app.command()
 def audit(
     model: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder or config file of a model, a model type such as qwen3_next, or MODULE:NAME: your own model "
-            "class, or a function without arguments that makes the model.",
+            help="A folder with a model, a name of the hub, a new one by type and sizes such as qwen3_next-64x4, or "
+            "MODULE:NAME: your own model class, or a function without arguments that makes the model.",
         ),
-    ] = None,
+    ],
     kind: Annotated[
         str | None, typer.Option(metavar="NAME", help="The head: causal, masked, seq2seq or image.")
     ] = None,
@@ -55,34 +54,34 @@ def audit(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust_remote_code", help="Run the code that the folder of the model holds.")
     ] = False,
-    every: Annotated[
-        bool,
-        typer.Option("--all", help="Every type of the installed transformers, or of one --kind: takes a while."),
-    ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of weights and tokens.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of tokens, and of weights where the model has none.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Compare each sequence of a packed row with the same sequence alone: outputs, loss, gradients, and what leaks.
 
     Exit status 1 for a model that is not exact, 2 where nothing was audited.
     """
     began = time.monotonic()
-    with _or_status_2():
-        if every or model is None:
-            if model is not None or not every:
-                raise UsageError("name one MODEL, or ask for --all", found=model or "neither")
-            raise typer.Exit(_all(kind, seed, as_json))
-        from ullage.proofs import audit as audited
-        from ullage.proofs import tiny
+    try:
+        with needed_by("ullage audit"):
+            from ullage.proofs import audit as audited
+            from ullage.proofs.given import named_model, own_model
 
         if not Path(model).exists() and _OWN.fullmatch(model):
             if kind or attn_implementation:
                 raise UsageError("--kind and --attn_implementation are for models of transformers", where=model)
-            made = _own(model, seed)
+            made = own_model(model, seed)
         else:
-            config = tiny.config_of(model, trust_remote_code=trust_remote_code)
-            made = tiny.tiny_like(config, kind=kind, seed=seed, attention=attn_implementation)
+            options: dict[str, Any] = {"attention": attn_implementation, "trusted": trust_remote_code}
+            made = named_model(model, kind=kind, seed=seed, **options)
         report = audited(made, pack=packed, seed=seed)
+    except Exception as error:
+        # Status 2 for every error, since 1 says that a model was audited and is not exact.
+        if not isinstance(error, UllageError):
+            traceback.print_exc()
+            error = UsageError("the model cannot be audited", found=f"{type(error).__name__}: {error}")
+        error.exit_status = 2
+        raise error from None
     if as_json:
         typer.echo(json.dumps(report.to_json() | {"seconds": time.monotonic() - began, "versions": _versions()}))
     else:
@@ -91,87 +90,6 @@ def audit(
         _tell_github(report, made)
     if not report.passed:
         raise typer.Exit(1)
-
-
-def _all(kind: str | None, seed: int, as_json: bool) -> int:
-    """Audit every type, a line each, then their number; 1 if one leaks or differs, else 0."""
-    import warnings
-    from collections import Counter
-
-    from transformers.utils import logging
-
-    from ullage.core.errors import require_one_of
-    from ullage.proofs import tiny
-    from ullage.proofs.auditing import audit_type
-
-    logging.set_verbosity_error()  # remarks on single types
-    warnings.filterwarnings("ignore")
-    verdicts: Counter[str] = Counter()
-    with_images = 0
-    for each in (require_one_of(kind, tiny.KINDS, "kind of model"),) if kind else tiny.KINDS:
-        for name in tiny.model_types(each):
-            report = audit_type(each, name, seed=seed)
-            verdicts[report.verdict] += 1
-            with_images += report.passed and bool(report.images)
-            if as_json:
-                typer.echo(json.dumps({"kind": each, **report.to_json()}))
-                continue
-            beside = f" with {report.images}" if report.images else ""
-            reason = f": {' '.join(report.reason.split())}" if report.reason else ""
-            typer.echo(f"{each} {name}: {report.verdict}{beside}{reason}")
-    if not as_json:
-        counted = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
-        typer.echo(f"{counted}; {with_images} exact with images")
-    return int(bool(verdicts["leak"] or verdicts["differs"]))
-
-
-@contextmanager
-def _or_status_2() -> Iterator[None]:
-    """Status 2 for every error, since 1 says that a model was audited and is not exact."""
-    try:
-        with needed_by("ullage audit"):
-            yield
-    except typer.Exit:
-        raise
-    except UllageError as error:
-        typer.echo(f"ullage: {error}", err=True)
-        raise typer.Exit(2) from error
-    except Exception as error:
-        traceback.print_exc()
-        typer.echo(f"ullage: the model cannot be audited: found {type(error).__name__}: {error}", err=True)
-        raise typer.Exit(2) from error
-
-
-def _own(named: str, seed: int) -> Any:
-    """The model that ``MODULE:NAME`` is or makes; as with ``python -m``, modules of the current folder are found."""
-    import importlib
-
-    import torch
-
-    from ullage.proofs import tiny
-
-    module_name, _, name = named.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that theirs imports
-        hint = "it is looked for in the current folder and among what is installed"
-        raise InputError("there is no such module", found=repr(error.name), hint=hint) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise InputError("the module has no such name", where=module_name, found=repr(part))
-        found = getattr(found, part)
-    torch.manual_seed(seed)
-    if isinstance(found, type):
-        return tiny.tiny_of_class(found)
-    if not isinstance(found, torch.nn.Module) and callable(found):
-        found = found()
-    if not isinstance(found, torch.nn.Module):
-        expected = "a model class, or a function without arguments that returns a model"
-        raise InputError("this is no model", where=named, expected=expected, found=type(found).__name__)
-    return found
 
 
 def _versions() -> dict[str, str]:
@@ -204,7 +122,7 @@ def _print(report: Audit) -> None:
 def _head(report: Audit) -> str:
     images = f"with {report.images}" if report.images else ""
     if report.without_images:
-        images = f"on text alone, since no images can be made for it ({report.without_images})"
+        images = f"on text alone ({report.without_images})"
     facts = [report.way, f"attention {report.attention}" if report.attention else "", f"on {report.device}", images]
     return f"{report.model} ({report.model_type}): {', '.join(fact for fact in facts if fact)}"
 

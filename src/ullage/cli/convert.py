@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
 import typer
+
+from ullage.cli.options import AsJson, StorageOption, Workers, progress_bar, storage_options
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -46,17 +47,13 @@ def convert_checkpoint(
         typer.Option(metavar="DTYPE", help=f"Cast weights to {_names(Dtype)} (not in universal and trainer)."),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer's state out.")] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads; by default 2 per processor, at most 8.")
-    ] = None,
+    workers: Workers = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prove and plan, write nothing, say what to expect.")
     ] = False,
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Data-parallel ranks (zero1, zero2, zero3).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
-    storage_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")
-    ] = None,
+    as_json: AsJson = False,
+    storage_option: StorageOption = None,
 ) -> None:
     """Convert a checkpoint, so that any number of ranks, any ZeRO stage or another library can load it.
 
@@ -83,56 +80,6 @@ def convert_checkpoint(
     with progress_bar("converting", shown=not as_json) as progress:
         report = convert(inventory, target, format=to, workers=workers, progress=progress, **options)
     _say(report.to_dict() | {"bytes_per_second": report.bytes_per_second}, as_json, _report_lines)
-
-
-def storage_options(given: list[str] | None) -> dict[str, Any]:
-    """fsspec's options from ``key=value``: JSON where it is some, text otherwise; dots in a key lead into a dict.
-
-    Raises ``UsageError`` for what has no ``=``.
-    """
-    from ullage.core.errors import UsageError
-
-    found: dict[str, Any] = {}
-    for text in given or ():
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise UsageError("not a storage option", expected="key=value", found=text)
-        *outer, last = key.split(".")
-        inner = found
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        try:
-            inner[last] = json.loads(value)
-        except ValueError:
-            inner[last] = value
-    return found
-
-
-@contextlib.contextmanager
-def progress_bar(verb: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr with bytes, rate and time left; yields the function to call with (bytes done, bytes in all)."""
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task(verb, total=None)
-
-    def step(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if console.is_terminal and not bar.live.is_started:  # not before there is something to show: it may be refused
-            bar.start()
-
-    try:
-        yield step
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-    console.print(bar.get_renderable())
 
 
 def _say(report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:

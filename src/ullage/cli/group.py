@@ -1,11 +1,13 @@
 """The verbs as one ``typer`` command: a verb is loaded only when it is called.
 
-A verb is a module ``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command.
+A verb is a module ``ullage.cli.<verb>`` with a ``typer.Typer`` named ``app`` that has one command. Its errors, Ctrl-C
+and a missing package end here, in one line and with an exit status.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import typer
@@ -13,6 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from ullage.cli.interruption import STATUS, becomes_exception, say
 from ullage.cli.verbs import VERBS
+from ullage.core.errors import UllageError
+from ullage.core.extras import needed_by
 
 
 class _LazyGroup(TyperGroup):
@@ -25,7 +29,11 @@ class _LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with needed_by(" ".join(["ullage", *(verb for verb in sys.argv[1:2] if verb in VERBS)])):
+                return super().invoke(ctx)
+        except UllageError as error:
+            typer.echo(f"ullage: {error}", err=True)
+            raise typer.Exit(error.exit_status) from error
         except KeyboardInterrupt:  # of a verb that has no more to say about it
             say()
             raise typer.Exit(STATUS) from None

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+from ullage.cli.options import SHOWN, AllRows, AsJson, StorageOption, print_list, storage_options
 
-_SHOWN = 20
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 @app.command()
@@ -22,22 +22,19 @@ def inspect(
             metavar="CHECKPOINT", help="A checkpoint: the tag's folder, or its parent with `latest`; or a URL."
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: AsJson = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw shards, fragments and padding on this page.")
     ] = None,
-    all_rows: Annotated[bool, typer.Option("--all", help="List every tensor, group and problem.")] = False,
+    all_rows: AllRows = False,
     summary: Annotated[bool, typer.Option("--summary", help="Leave the list of tensors out.")] = False,
-    storage_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of fsspec, for URLs; may be repeated.")
-    ] = None,
+    storage_option: StorageOption = None,
 ) -> None:
     """List what a checkpoint holds and say whether it is whole, without loading it and without running code from it.
 
     Exit status 1 if it is not whole.
     """
     from ullage.checkpoint import read
-    from ullage.cli.convert import storage_options
     from ullage.cli.writing import require_ours, write_output
 
     if html is not None:
@@ -53,7 +50,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(inventory_data(inventory, problems)))
     else:
-        _print(inventory, problems, None if all_rows else _SHOWN, tensors=not summary)
+        _print(inventory, problems, None if all_rows else SHOWN, tensors=not summary)
     if written is not None:
         typer.echo(written, err=as_json)
     if problems:
@@ -115,10 +112,7 @@ def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> N
         console.print("whole: every element of every tensor lies in exactly one fragment", style="green")
         return
     console.print(f"{len(problems):,} problem{'s' if len(problems) != 1 else ''}", style="red")
-    for problem in problems[:limit]:
-        console.print(f"  {escape(str(problem))}", soft_wrap=True)
-    if limit is not None and len(problems) > limit:
-        console.print(f"  and {len(problems) - limit:,} more (--all)")
+    print_list(problems, limit is None, "  ")
 
 
 def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ullage.cli.options import AsJson, print_table
+
 if TYPE_CHECKING:
     from ullage.report.run import Run
 
@@ -25,13 +27,12 @@ def report(
         Path | None,
         typer.Option(help="The page. Default: report.html in RUN, comparison.html with others."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON; a page is written if --html says where.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run: loss, speed, padding, imbalance and the layouts that it was trained on.
 
-    RUN is the output folder of `ullage train`, of the Trainer, or of any Trainer of transformers.
+    RUN is the output folder of `ullage train`, of the Trainer, or of any Trainer of transformers. With --json a page
+    is written only if --html says where.
     """
     from ullage.cli.writing import require_ours, write_output
     from ullage.report.run import COMPARISON, PAGE, read_run, run_page, run_record
@@ -53,30 +54,11 @@ def report(
 
 
 def show(runs: Sequence[Run]) -> None:
-    """Print the figures of the runs and their losses."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from ullage.report.curves import sparkline
+    """Print the figures of the runs."""
     from ullage.report.run import run_figures, short_names
-
-    console = Console(highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
 
     names = short_names(runs)
     for each in runs:
-        say(f"{each.folder}: {each.progress}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in [*names, *("difference" if len(runs) == 2 else f"{name}, difference" for name in names[1:])]:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in run_figures(runs):
-        table.add_row(*row)
-    console.print(table)
-    for each, name in zip(runs, names, strict=True):
-        losses = [value for _, value in each.values("loss")]
-        if len(losses) > 1:
-            say(f"loss{f' of {name}' if len(runs) > 1 else ''}  {sparkline(losses, 60)}")
+        typer.echo(f"{each.folder}: {each.progress}")
+    beside = ["difference"] if len(runs) == 2 else [f"{name}, difference" for name in names[1:]]
+    print_table([["", *names, *beside], *run_figures(runs)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,29 @@ def new_config(name: str, tokenizer: Any) -> Any:
     if match is None or Path(name).is_dir() or not (match[1] in (*CELLS, "llama") or (match[2] and match[1] in CAUSAL)):
         return None
     hidden, layers = int(match[2] or 256), int(match[3] or (1 if match[1] in CELLS else 4))
-    sizes: dict[str, Any] = {
-        f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")
-    }
-    sizes |= {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": len(tokenizer)}
     if match[1] in CELLS:
-        return RecurrentConfig(cell=match[1], **sizes)
+        return RecurrentConfig(cell=match[1], hidden_size=hidden, num_hidden_layers=layers, **_of_tokens(tokenizer))
+    return sized_config(functools.partial(AutoConfig.for_model, match[1]), hidden, layers, tokenizer)
+
+
+def sized_config(make: Callable[..., Any], hidden: int, layers: int, tokenizer: Any) -> Any:
+    """The config of a transformer by its sizes, with at most 16 experts; ``make`` takes them by transformers' names."""
     heads = next((n for n in range(max(1, hidden // 64), 0, -1) if hidden and hidden % (2 * n) == 0), 0)
     if not heads or not layers:
-        raise InputError("a model has layers, and an even hidden size", where=f"--model {name}")
+        raise InputError("a model has layers, and an even hidden size", where="--model", found=f"{hidden}x{layers}")
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "head_dim": hidden // heads, **_of_tokens(tokenizer)}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads if heads % 2 else heads // 2}
     sizes |= {"intermediate_size": max(64, hidden * 8 // 3 // 64 * 64), "max_position_embeddings": 8192}
-    return AutoConfig.for_model(match[1], head_dim=hidden // heads, **sizes)
+    config = make(**sizes)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if (getattr(config, name, None) or 0) > 16:
+            setattr(config, name, 16)
+    return config
+
+
+def _of_tokens(tokenizer: Any) -> dict[str, Any]:
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")}
+    return {name: token for name, token in ids.items() if token is not None} | {"vocab_size": len(tokenizer)}
 
 
 def has_weights(folder: str) -> bool:

@@ -1,7 +1,6 @@
 """Proofs on the models themselves: whether a packed row gives each sequence what it gets alone.
 
-``audit(model)`` compares a model with itself; :mod:`ullage.proofs.tiny` builds a tiny one of any text type of the
-installed transformers.
+``audit(model)`` compares a model with itself.
 """
 
 from __future__ import annotations
@@ -12,8 +11,5 @@ from ullage.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ullage.proofs.auditing import Audit as Audit, Check as Check, audit as audit
-    from ullage.proofs.tiny import tiny_config as tiny_config, tiny_model as tiny_model
 else:
-    __getattr__, __dir__, __all__ = lazy_names(
-        __name__, {"auditing": ["Audit", "Check", "audit"], "tiny": ["tiny_config", "tiny_model"]}
-    )
+    __getattr__, __dir__, __all__ = lazy_names(__name__, {"auditing": ["Audit", "Check", "audit"]})

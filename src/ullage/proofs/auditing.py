@@ -97,19 +97,20 @@ def audit(
     collate: Callable[[list[dict[str, Tensor]]], dict[str, Any]] | None = None,
     pack: bool = True,
     seed: int = 0,
+    pictures: Any = None,
 ) -> Audit:
     """Compare a packed row of a model with its sequences alone: outputs, loss, every gradient, and what leaks.
 
     Args:
-        model: a transformers model, whose weights are used as they are; or a config, or a model type of the installed
-            transformers, for a tiny model with random weights.
+        model: a transformers model, whose weights are used as they are; a folder, a name of the hub, or a new one by
+            its type and sizes, such as "llama-64x2"; or a config, for a model with random weights.
         collate: a collator of your own, which makes the keywords of a packed row from samples ({"input_ids": [L],
             "labels": [L]}); what ``RaggedBatch.to_flattened`` gives if None.
         pack: whether :func:`ullage.pack_model` packs it first. Without, the model is audited as it is, for example
             plain transformers with ``position_ids``, or a model that somebody else has packed.
         seed: of the tokens.
-
-    A model that takes images gets them: sequences with none, one and several, and clips where it takes those.
+        pictures: makes sequences with images for a model that takes them, as ``maintenance/pictures.py`` does for types
+            of transformers; without, such a model is audited on text alone.
 
     Runs some fifty forwards of up to 118 tokens and some twenty backwards, in evaluation and in training mode without
     dropout; leaves weights, buffers, gradients, mode, attention and random states as they were. Raises ``InputError``
@@ -124,7 +125,7 @@ def audit(
     report = Audit(getattr(config, "model_type", None) or type(model).__name__, type(model).__name__)
     parameter = next(model.parameters(), None)
     report.device = "cpu" if parameter is None else str(parameter.device)
-    samples = Samples(model, collate, seed)
+    samples = Samples(model, collate, seed, pictures)
     handle = None
     try:
         if pack and is_packed(model):
@@ -156,25 +157,6 @@ def audit(
     return report
 
 
-def audit_type(kind: str, model_type: str, *, seed: int = 0) -> Audit:
-    """The audit of a tiny model of one type; of one that cannot be built, the verdict "not built" and the reason.
-
-    One of kind "image" that was audited on text alone counts as not built.
-    """
-    from ullage.proofs.tiny import tiny_model
-
-    try:
-        model = tiny_model(model_type, kind, seed=seed)
-    except InputError as error:
-        return Audit(model_type, "", verdict="not built", reason=error.hint or str(error))
-    report = audit(model, seed=seed)
-    report.model_type = model_type
-    if kind == "image" and not report.images:
-        report.verdict = "not built"
-        report.reason = report.without_images or report.reason or "it takes text alone"
-    return report
-
-
 def pack_as_a_run(samples: Samples) -> PackedModel:
     """Pack the model of ``samples`` as a run would: where what it is made of does not tell, ways are tried."""
     model = samples.model
@@ -195,15 +177,14 @@ def _model_of(given: Any) -> nn.Module:
         return given
     from transformers import PreTrainedConfig
 
-    from ullage.proofs.tiny import kind_of, tiny_model
+    from ullage.proofs.given import named_model, new_model
 
-    if isinstance(given, (str, PreTrainedConfig)):
-        return tiny_model(given, kind_of(given))
-    raise InputError(
-        "there is no model to audit",
-        expected="a model, a config or a model type of the installed transformers",
-        found=repr(given)[:80],
-    )
+    if isinstance(given, str):
+        return named_model(given)
+    if isinstance(given, PreTrainedConfig):
+        return new_model(given)
+    expected = "a model, a config, or the name of one"
+    raise InputError("there is no model to audit", expected=expected, found=repr(given)[:80])
 
 
 # The comparisons of an audit: a packed row with its sequences alone, and with itself after a neighbour has changed.

@@ -22,7 +22,6 @@ from ullage.mixers.kernels import shares_chunks
 from ullage.mixers.proof import is_routed
 from ullage.mixers.trial import Trial, moved, row_of, trial_of
 from ullage.mixers.wrappers import bare
-from ullage.proofs.pictures import picture_samples, takes_clips, takes_images
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
 _TARGETS = (5, 4, 2, 6, 3, 4)
@@ -64,10 +63,11 @@ class Samples:
         model: in the state in which it is audited.
         collate: makes the keywords of a packed row from samples; None for ``RaggedBatch.to_flattened``.
         seed: of the tokens.
+        pictures: has ``takes_images``, ``takes_clips`` and ``picture_samples``; None for text alone.
     """
 
-    def __init__(self, model: nn.Module, collate: Callable[..., Any] | None, seed: int) -> None:
-        self.model, self.collate, self.seed = model, collate, seed
+    def __init__(self, model: nn.Module, collate: Callable[..., Any] | None, seed: int, pictures: Any = None) -> None:
+        self.model, self.collate, self.seed, self.pictures = model, collate, seed, pictures
         config: Any = getattr(model, "config", None)
         self.config = config
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -108,7 +108,7 @@ class Samples:
         ``images``, ``clips``: how many each has beside, if the model takes any.
         """
         if self.images and any(images):
-            return self._draw_pictures(lengths, images, clips if takes_clips(bare(self.model)) else ())
+            return self._draw_pictures(lengths, images, clips if self.pictures.takes_clips(bare(self.model)) else ())
         random, usable = torch.Generator().manual_seed(self.seed), self.usable
         samples = []
         for place, length in enumerate(lengths):
@@ -131,7 +131,7 @@ class Samples:
         for place, (length, count) in enumerate(zip(lengths, images)):
             parts = 1 + count + (clips[place] if clips else 0)
             texts += [max(length // parts + (part < length % parts), min(length, 1)) for part in range(parts)]
-        drawn = picture_samples(model, seed=self.seed, images=images, videos=clips or None, texts=texts)
+        drawn = self.pictures.picture_samples(model, seed=self.seed, images=images, videos=clips or None, texts=texts)
         samples = []
         for fields in drawn:
             held = {name: value.to(self.device) for name, value in fields.items()}
@@ -192,9 +192,15 @@ class Samples:
     def _settle_images(self) -> None:
         """Find out whether images can be made for the model, and text with them is run."""
         model: Any = bare(self.model)
-        if self.is_encoder_decoder or self.collate is not None or not takes_images(model):
+        if self.is_encoder_decoder or self.collate is not None:
             return
-        self.images = "images and clips" if takes_clips(model) else "images"
+        if self.pictures is None:
+            takes_them = "pixel_values" in inspect.signature(model.forward).parameters
+            self.without_images = "the proof before a run's first step has the run's own" if takes_them else ""
+            return
+        if not self.pictures.takes_images(model):
+            return
+        self.images = "images and clips" if self.pictures.takes_clips(model) else "images"
         try:
             row = self.draw([7], [1])
             if all(map(torch.equal, self._run_alone(row), self._run_alone(self.with_other_images(row, 0)))):
@@ -307,7 +313,7 @@ class Samples:
             self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
 
     def _again(self, seed: int) -> Samples:
-        again = Samples(self.model, self.collate, seed)
+        again = Samples(self.model, self.collate, seed, self.pictures)
         again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
         again.images = self.images
         return again

@@ -12,28 +12,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ullage.core.errors import InputError, require_one_of
+from ullage.proofs.given import HEADS, vary
 
 # Sizes of the tiny models: rules by the name of a configuration entry, and the entries of single model types.
 #
@@ -292,17 +282,11 @@ MISSING: dict[tuple[str, str], str] = {
 }
 
 
-KINDS = ("causal", "masked", "seq2seq", "image")
+KINDS = tuple(HEADS)
 
 #: Most parameters of a tiny model.
 MOST_PARAMETERS = 5_000_000
 
-_AUTO = {
-    "causal": AutoModelForCausalLM,
-    "masked": AutoModelForMaskedLM,
-    "seq2seq": AutoModelForSeq2SeqLM,
-    "image": AutoModelForImageTextToText,
-}
 _NAMES = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -335,29 +319,10 @@ def model_types(kind: str) -> list[str]:
     return sorted(_NAMES[require_one_of(kind, KINDS, "kind of model")])
 
 
-def kind_of(model: str | PreTrainedConfig) -> str:
-    """The kind of head of a type: that of the configuration's ``architectures``, else the first of ``KINDS`` it has.
-
-    Raises ``InputError`` if transformers knows no text model of this type.
-    """
-    model_type = model if isinstance(model, str) else model.model_type
-    kinds = [kind for kind in KINDS if model_type in _NAMES[kind]]
-    if not kinds:
-        raise _no_such_type(model_type)
-    named = [] if isinstance(model, str) else model.architectures or []
-    return next((kind for kind in kinds if {*named} & {*_classes(kind, model_type)}), kinds[0])
-
-
 def _no_such_type(model_type: str) -> InputError:
     near = get_close_matches(model_type, {name for names in _NAMES.values() for name in names})
     hint = f"did you mean {' or '.join(near)}?" if near else None
     return InputError("no such text model type in the installed transformers", found=repr(model_type), hint=hint)
-
-
-def _classes(kind: str, model_type: str) -> tuple[str, ...]:
-    """Names of the classes with this head."""
-    names = _NAMES[kind][model_type]
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def tiny_config(model: str | PreTrainedConfig) -> PreTrainedConfig:
@@ -408,17 +373,17 @@ def tiny_model(
             raise CannotBuild(
                 f"the model of type {model_type!r} is not tiny", expected=f"<= {MOST_PARAMETERS} parameters", found=size
             )
-        _vary(made)
+        vary(made)
     return made.eval()
 
 
 def _build(config: PreTrainedConfig, kind: str, **options: Any) -> PreTrainedModel:
     """A model from ``config``, or from the part of a composite that the class of this head asks for (its decoder)."""
-    model_class = _AUTO[kind]._model_mapping[type(config)]
+    model_class = HEADS[kind]._model_mapping[type(config)]
     for part in vars(config).values():
         if type(part) is model_class.config_class and type(part) is not type(config):
             return model_class._from_config(part, **options)
-    return _AUTO[kind].from_config(config, **options)
+    return HEADS[kind].from_config(config, **options)
 
 
 def _cannot_build(model_type: str, error: Exception) -> CannotBuild:
@@ -534,89 +499,3 @@ def _kept_layers(default: PreTrainedConfig) -> list[int]:
 def _overrides(default: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     """Entries that single layers have of their own, by layer."""
     return {int(layer): entry for layer, entry in (default.to_dict().get("per_layer_config") or {}).items()}
-
-
-@torch.no_grad()
-def _vary(model: PreTrainedModel) -> None:
-    """Draw every parameter anew whose values are all equal or not finite: noise around its value."""
-    for parameter in model.parameters():
-        if not parameter.is_floating_point() or parameter.numel() < 2:
-            if parameter.is_floating_point() and not parameter.any():  # a gate that is closed
-                parameter.uniform_(0.3, 0.7)
-            continue
-        if not torch.isfinite(parameter).all():
-            parameter.normal_(0.0, 0.1)
-        elif (parameter == parameter.flatten()[0]).all():
-            # A tiny constant (a layer scale of 1e-5) would close its path as much as a zero does.
-            size = abs(float(parameter.flatten()[0]))
-            parameter.add_(torch.randn_like(parameter), alpha=0.1 if size < 0.1 else 0.1 * size)
-
-
-# The model that ``ullage audit MODEL`` means: a type, or a folder with a config.
-
-
-def config_of(model: str, *, trust_remote_code: bool = False) -> str | PreTrainedConfig:
-    """The configuration in a folder or file, or the model type itself. Runs code of the folder only if trusted.
-
-    Raises ``InputError`` for what is neither.
-    """
-    path = Path(model)
-    if not path.exists():
-        kind_of(model)
-        return model
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError("this folder holds no model", where=model, expected="config.json", found="none")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        line = " ".join(str(error).split())
-        hint = "with --trust_remote_code the folder's own code is run" if "trust_remote_code" in line else None
-        raise InputError("the configuration cannot be read", where=model, found=line[:200], hint=hint) from error
-
-
-def tiny_like(config: str | PreTrainedConfig, *, kind: str | None, seed: int, attention: str | None) -> nn.Module:
-    """A tiny model after a type or configuration; its own size after one with code of its own, which was trusted."""
-    own = {} if isinstance(config, str) else getattr(config, "auto_map", None) or {}
-    for each in (require_one_of(kind, KINDS, "kind of model"),) if kind else KINDS:
-        if _AUTO[each].__name__ in own:
-            torch.manual_seed(seed)
-            return _AUTO[each].from_config(config, trust_remote_code=True).eval()
-    return tiny_model(config, kind or kind_of(config), seed=seed, attn_implementation=attention)
-
-
-#: Most parameters of a model whose class is given, with the sizes of its own default configuration.
-_MOST_OF_CLASS = 100_000_000
-
-
-def tiny_of_class(found: type) -> nn.Module:
-    """A model of a class of one's own: one of transformers' kind with its default configuration, cut as that of a type.
-
-    Raises ``InputError`` for a class of something else, and for one whose model would not be small.
-    """
-    hint = "name a function without arguments that returns a small model"
-    if not issubclass(found, nn.Module):
-        raise InputError("this is no class of a model", found=found.__name__, expected="a subclass of nn.Module")
-    make = found
-    if issubclass(found, PreTrainedModel):
-        if found.config_class is None:
-            raise InputError("the class has no config_class", where=found.__name__, hint=hint)
-        try:
-            config = _shrunk(found.config_class())
-        except _REFUSALS as error:
-            raise _cannot_build(found.__name__, error) from error
-        make = functools.partial(found, config)
-    try:
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in make().parameters())
-    except Exception:  # it makes tensors in a way of its own: its size is not known
-        size = 0
-    if size > _MOST_OF_CLASS:
-        most = f"<= {_MOST_OF_CLASS} parameters"
-        raise InputError("the model is not small", where=found.__name__, expected=most, found=size, hint=hint)
-    try:
-        made = make()
-    except TypeError as error:  # it takes arguments
-        raise InputError("the model is not made", where=found.__name__, found=str(error)[:300], hint=hint) from error
-    if isinstance(made, PreTrainedModel):
-        _vary(made)
-    return made.eval()
