@@ -38,6 +38,8 @@ _TITLES = {
     "image": "Models that take images",
     RECURRENT: "Recurrent models of ullage",
 }
+#: Ways of keeping sequences apart, the finest first.
+_WAYS = ("native", "mixers", "backbone", "whole")
 _HEAD = """# Models that pack, and how that is proved
 
 Made on {today} by `make models`, with {versions}, on the CPU in float32.
@@ -98,10 +100,7 @@ def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:
         "kind",
         "types",
         "exact",
-        "native",
-        "mixers",
-        "backbone",
-        "whole",
+        *_WAYS,
         "competes",
         "refused",
         "not built",
@@ -115,8 +114,8 @@ def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:
     ]
     for kind in _kinds(audits):
         rows = [each for other, each in audits if other == kind]
-        lines += ["", f"## {_TITLES[kind]}", "", "| type | verdict | way | difference |", "|---|---|---|---|"]
-        lines += [_row(each) for each in rows if each.passed]
+        lines += ["", f"## {_TITLES[kind]}", "", "| way | exact | difference at most |", "|---|---|---|"]
+        lines += [line for way in _WAYS if (line := _exact(way, rows))]
         others = [each for each in rows if not each.passed]
         if others:
             lines += ["", "| type | verdict | reason |", "|---|---|---|"]
@@ -129,23 +128,39 @@ def _kinds(audits: Sequence[tuple[str, Audit]]) -> Iterator[str]:
 
 
 def _summary(kind: str, audits: Sequence[Audit]) -> str:
-    verdicts = Counter(each.verdict for each in audits)
+    counts = Counter(each.verdict for each in audits)
     ways = Counter(each.way.partition(" ")[0] for each in audits if each.passed)
     numbers = [
-        *(len(audits), verdicts["exact"], *(ways[way] for way in ("native", "mixers", "backbone", "whole"))),
-        *(verdicts["competes"], verdicts["refused"], verdicts["not built"], verdicts["leak"] + verdicts["differs"]),
+        *(len(audits), counts["exact"], *(ways[way] for way in _WAYS)),
+        *(counts["competes"], counts["refused"], counts["not built"], counts["leak"] + counts["differs"]),
     ]
     return f"| {_TITLES[kind]} | {' | '.join(map(str, numbers))} |"
 
 
-def _row(report: Audit) -> str:
-    return f"| {report.model_type} | exact | {report.way.partition(' ')[0]} | {told(report)} |"
+def _exact(way: str, audits: Sequence[Audit]) -> str:
+    """The row of the types that are exact in one way; empty where there are none."""
+    found = [each for each in audits if each.passed and each.way.partition(" ")[0] == way]
+    names = ", ".join(each.model_type for each in found)
+    apart = max((each.value(name) or 0.0 for each in found for name in ("logits", "gradients")), default=0.0)
+    return f"| {way} | {names} | {apart:.0e} |" if found else ""
+
+
+def verdicts(text: str) -> dict[str, dict[str, str]]:
+    """What a page says of each type, by kind of head."""
+    kinds = {title: kind for kind, title in _TITLES.items()}
+    found: dict[str, dict[str, str]] = {}
+    for section in text.split("\n## ")[1:]:
+        title, _, rows = section.partition("\n")
+        said = found.setdefault(kinds[title], {})
+        for first, second in re.findall(r"^\| ([\w.-]+) \| ([^|]+) \|", rows, flags=re.MULTILINE):
+            said.update(dict.fromkeys(second.split(", "), "exact") if first in _WAYS else {first: second})
+        said.pop("type", None)
+        said.pop("way", None)
+    return found
 
 
 def told(report: Audit) -> str:
-    """The difference that the audit found, or why there is none, in one line."""
-    if report.passed:
-        return f"{max(report.value('logits') or 0.0, report.value('gradients') or 0.0):.0e}"
+    """Why a type is not exact, in one line."""
     failed = ", ".join(f"{check.name} {check.value:.0e}" for check in report.checks if not check.passed)
     return re.sub(r"\s+", " ", report.reason or failed).replace("|", "/")
 
