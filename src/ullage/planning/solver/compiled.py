@@ -2,15 +2,18 @@
 
 A kernel's annotations are its signature. The first problem of more than a few sequences starts a thread that compiles
 what is needed, callees first, or loads it from disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache
-folder where the source is read-only). Until a kernel is there, it runs as Python: no plan waits for it, unless it
-would take longer as Python. Both give the same plan: which one runs is a matter of time alone. Compiled code holds no
-interpreter lock, runs on the caller's thread, and does not reorder floating point, so that every machine computes the
-same. Without numba (``ullage[fast]`` brings it), or with ``NUMBA_DISABLE_JIT=1``, all kernels run as Python. The loops
-that take longest there have a second form for it, made of numpy's own (:func:`compiled_from`).
+folder where the source is read-only). It begins half a second later, so that a process of one plan ends without numba.
+Until a kernel is there, it runs as Python: no plan waits for it, unless it would take longer as Python. Both give the
+same plan: which one runs is a matter of time alone. Compiled code holds no interpreter lock, runs on the caller's
+thread, and does not reorder floating point, so that every machine computes the same. Without numba (``ullage[fast]``
+brings it), or with ``NUMBA_DISABLE_JIT=1``, all kernels run as Python. The loops that take longest there have a second
+form for it, made of numpy's own (:func:`compiled_from`).
 """
 
 from __future__ import annotations
 
+# The functions of ``signal`` without its enums, which take longer than a short kernel.
+import _signal  # pyright: ignore[reportMissingImports]
 import atexit
 import hashlib
 import importlib
@@ -38,6 +41,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TINY, _SMALL = 2_000, 500_000
 #: Seconds within which kernels are loaded from disk, on a slow machine.
 _LOADED = 5.0
+#: Seconds after the first problem in which nothing is loaded yet.
+_DELAY = 0.5
 
 _KERNELS: set[Callable[..., Any]] = set()
 #: The loops that numba compiles in place of a kernel that is made of numpy's.
@@ -71,17 +76,34 @@ def run(function: Callable[..., Any], *arguments: Any, work: int) -> Any:
             how = install_command("fast")
             _announce(f"planning runs without numba, up to a hundred times slower, with the same plans: {how}")
     elif ready is None and work > _TINY:
-        done = _BACKGROUND.ask(function)
+        done = _BACKGROUND.ask(function, now=work > _SMALL)
         # A problem that takes long as Python waits for the kernel, and no longer than that.
         if work > _SMALL and not done.wait(min(_LOADED, work / 1e6)) and work / 1e6 > _LOADED:
             _announce("compiling the planner, once after an installation: this takes up to half a minute")
             done.wait(work / 1e6 - _LOADED)
         ready = _COMPILED.get(function)
     if ready is not None:
-        return ready(*arguments)
+        return _uninterrupted(ready, arguments)
     with np.errstate(over="ignore"):  # int64 wraps around in compiled code too
         result = function(*arguments)
     return tuple(map(_plain, result)) if isinstance(result, tuple) else _plain(result)
+
+
+def _uninterrupted(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """``ready(*arguments)``; Ctrl-C is heard afterwards. numba runs Python to convert what it takes and returns, and
+    expects no exception there: a ``KeyboardInterrupt`` became a ``SystemError`` or a segmentation fault."""
+    handler = _signal.getsignal(_signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return ready(*arguments)
+    arrived: list[tuple[Any, ...]] = []
+    _signal.signal(_signal.SIGINT, lambda *received: arrived.append(received))
+    try:
+        result = ready(*arguments)
+    finally:
+        _signal.signal(_signal.SIGINT, handler)
+    if arrived:
+        handler(*arrived[0])
+    return result
 
 
 def _plain(value: Any) -> Any:
@@ -120,11 +142,15 @@ class _Background:
         self._done: dict[Callable[..., Any], threading.Event] = {}
         self._queue: queue.SimpleQueue[Callable[..., Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        #: Set to begin before the delay is over.
+        self._now = threading.Event()
         #: Whether nothing more is compiled.
         self.has_ended = False
 
-    def ask(self, function: Callable[..., Any]) -> threading.Event:
-        """What is set as soon as ``function`` is compiled, or cannot be."""
+    def ask(self, function: Callable[..., Any], *, now: bool = False) -> threading.Event:
+        """What is set as soon as ``function`` is compiled, or cannot be. ``now``: somebody waits for it."""
+        if now:
+            self._now.set()
         done = self._done.get(function)
         if done is None:
             done = self._done.setdefault(function, threading.Event())
@@ -137,7 +163,8 @@ class _Background:
         return done
 
     def _work(self) -> None:
-        while (function := self._queue.get()) is not None:
+        self._now.wait(_DELAY)
+        while not self.has_ended and (function := self._queue.get()) is not None:
             try:
                 if _compiles():
                     compiled(function)
@@ -150,6 +177,7 @@ class _Background:
     def end(self) -> None:
         """Compile no more, and wait for the kernel at work: the process must not end under it."""
         self.has_ended = True
+        self._now.set()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
