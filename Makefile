@@ -58,8 +58,8 @@ test-slow: install  ## the rest of the tests; ROOM= as above
 	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'slow and not gpu' $(PYTEST_ARGS)
 
 # Tests that import no torch, transformers or datasets.
-CORE := tests/layout tests/cli/test_interruption.py $(addprefix tests/planning/test_,planning.py planning_properties.py solver.py) \
-	$(addprefix tests/report/test_,checkpoint_page.py curves.py padded.py plan_page.py)
+CORE := tests/layout tests/cli/test_interruption.py $(addprefix tests/planning/test_,padded.py planning.py planning_properties.py solver.py) \
+	$(addprefix tests/report/test_,checkpoint_page.py curves.py plan_page.py)
 
 test-core:  ## the tests that need no PyTorch, in an environment without it: make test-core PYTHON=python3.13
 	test -x build/core/bin/python || $(PYTHON) -m venv build/core

@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ullage.report.curves import Series, chart
+from ullage.report.drawing import Series, chart
 
 #: Processes and ZeRO stage of each leg of the run; stage 0 is without DeepSpeed.
 LEGS = ((2, 2), (1, 1), (2, 3), (1, 0))

@@ -156,7 +156,7 @@ def test_page_and_plan_are_written_whole(run, tmp_path):
 #: Arguments, the exit status, and words of what is said.
 WRONG = [
     (["nope"], 1, "no such file or workload (nope): expected a file, or one of megatron, chat"),
-    (["nope.npy"], 1, "cannot be read (nope.npy): found No such file"),
+    (["nope.npy"], 1, "there is no such file of lengths here (nope.npy)"),
     (['{"mode": "x"}'], 1, "mode is unknown"),
     (["{broken"], 1, "not JSON"),
     (["-"], 1, "holds no lengths"),

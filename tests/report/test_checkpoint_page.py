@@ -16,7 +16,7 @@ from tests.support.drawn_page import DrawnPage
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.core.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
-from ullage.report.page import size
+from ullage.report.drawing import size
 
 
 def group(lengths: list[int], ranks: int, names: list[str] | None = None, booked: tuple[int, ...] = ()) -> Group:

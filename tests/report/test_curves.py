@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage.core.display import duration, rate
-from ullage.report.curves import (
+from ullage.report.drawing import (
     HEIGHT,
     MAX_POINTS,
     WIDTH,
     Series,
     chart,
     round_numbers,
-    sparkline,
     step_marks,
     tick_texts,
 )
@@ -106,13 +105,6 @@ def test_long_curves_are_drawn_as_means(number, thick):
     assert points == sorted(points)
     assert points[0] < 1.5
     assert points[-1] > WIDTH - 1.5
-
-
-def test_a_sparkline_is_as_wide_as_asked():
-    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3.0, math.nan, 3.0], 8) == "▄ ▄"
-    assert sparkline([], 8) == ""
-    assert len(sparkline(list(range(1000)), 60)) <= 60
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor
 from ullage.checkpoint.core.problem import Problem
 from ullage.core.display import quantity, size
-from ullage.report.page import NUM_COLOURS, Box, Row, render
+from ullage.report.drawing import NUM_COLOURS, Box, Row, render
 
 #: Ranks drawn at the head and the tail of a group, groups drawn, names and problems listed.
 _HEAD, _TAIL, _GROUPS, _TENSORS, _PROBLEMS = 4, 6, 12, 1000, 20
@@ -50,7 +50,10 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
 
     ``problems``: those of :meth:`Inventory.problems`, listed on the page. Raises ``InputError`` without jinja2.
     """
-    written_by = inventory.written_by
+    written_by, names = inventory.written_by, by_name(inventory)
+    kinds: dict[str, list[int]] = {}
+    for file in inventory.files:
+        kinds.setdefault(file.kind, []).append(file.num_bytes)
     padded = sum(int(np.count_nonzero(group.padding_of())) for group in inventory.groups)
     return render(
         "checkpoint.html",
@@ -63,9 +66,9 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         padded_shards=padded,
         drawings=[draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
-        kinds=_kinds(inventory),
-        rows=list(by_name(inventory).values())[:_TENSORS],
-        tensors_left_out=max(0, len(by_name(inventory)) - _TENSORS),
+        kinds=[(kind, len(found), size(sum(found))) for kind, found in kinds.items()],
+        rows=list(names.values())[:_TENSORS],
+        tensors_left_out=max(0, len(names) - _TENSORS),
     )
 
 
@@ -75,13 +78,6 @@ def by_name(inventory: Inventory) -> dict[str, list[Tensor]]:
     for tensor in inventory.tensors:
         found.setdefault(tensor.name, []).append(tensor)
     return found
-
-
-def _kinds(inventory: Inventory) -> list[tuple[str, int, str]]:
-    kinds: dict[str, list[int]] = {}
-    for file in inventory.files:
-        kinds.setdefault(file.kind, []).append(file.num_bytes)
-    return [(kind, len(found), size(sum(found))) for kind, found in kinds.items()]
 
 
 def draw(group: Group) -> GroupDrawing:
@@ -148,33 +144,30 @@ def _whole(group: Group) -> Row:
 
 def _shard_rows(group: Group, padding: np.ndarray) -> Iterable[Row]:
     """A row per drawn shard; between them, a line for the ranks that are left out."""
-    last = group.num_shards
-    shown = set(range(min(_HEAD, last))) | set(range(max(0, last - _TAIL), last))
+    last, pieces = group.num_shards, group.pieces
+    shown = {*range(min(_HEAD, last)), *range(max(0, last - _TAIL), last)}
     padded = np.flatnonzero(padding)
     if len(padded) and len(padded) < last:  # where padding begins
-        shown |= {r for r in range(int(padded[0]) - 1, int(padded[0]) + 2) if 0 <= r < last}
+        shown |= {*range(max(0, int(padded[0]) - 1), min(last, int(padded[0]) + 2))}
     if last <= _HEAD + _TAIL + 4:
-        shown = set(range(last))
+        shown = {*range(last)}
     # Pieces by shard: those of rank r are by_shard[bounds[r] : bounds[r + 1]].
-    by_shard = np.argsort(group.pieces.shard, kind="stable")
-    bounds = np.searchsorted(group.pieces.shard, np.arange(last + 1), sorter=by_shard)
+    by_shard = np.argsort(pieces.shard, kind="stable")
+    bounds = np.searchsorted(pieces.shard, np.arange(last + 1), sorter=by_shard)
     before = -1
     for rank in sorted(shown):
         if rank > before + 1:
             yield Row(_left_out(padding[before + 1 : rank], before + 1, rank - 1, group.shard_size))
-        mine = by_shard[bounds[rank] : bounds[rank + 1]]
-        pieces = group.pieces
+        mine, pad = by_shard[bounds[rank] : bounds[rank + 1]], int(padding[rank])
         boxes = _boxes(group.names, pieces.item[mine], pieces.shard_start[mine], pieces.length[mine], group.shard_size)
-        pad = int(padding[rank])
-        yield Row(
-            f"rank {rank}", boxes, f"{group.shard_size - pad:,} + {pad:,} padding" if pad else f"{group.shard_size:,}"
-        )
+        held = f"{group.shard_size - pad:,} + {pad:,} padding" if pad else f"{group.shard_size:,}"
+        yield Row(f"rank {rank}", boxes, held)
         before = rank
 
 
 def _left_out(padding: np.ndarray, first: int, last: int, shard_size: int) -> str:
     some, total = int(np.count_nonzero(padding)), len(padding)
-    what = "no padding" if not some else f"{int(padding.sum()):,} elements of padding in {some:,} of them"
+    what = f"{int(padding.sum()):,} elements of padding in {some:,} of them" if some else "no padding"
     if some == total and int(padding.min()) == shard_size:
         what = "padding only"
     return f"ranks {first:,} to {last:,}: {total:,} more, {what}"
@@ -208,10 +201,8 @@ def _boxes(
             i, begin, end = narrow[0]
             place(begin, end, _style(i), f"{i} {names[i]}: {end - begin:,} elements")
         elif narrow:
-            begin, end = narrow[0][1], narrow[-1][2]
-            place(
-                begin, end, "many", f"{len(narrow):,} fragments, {end - begin:,} elements", f"{len(narrow):,} fragments"
-            )
+            begin, end, many = narrow[0][1], narrow[-1][2], f"{len(narrow):,} fragments"
+            place(begin, end, "many", f"{many}, {end - begin:,} elements", many)
         narrow.clear()
 
     for k in order:

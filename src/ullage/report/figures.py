@@ -1,36 +1,20 @@
-"""Figures of plans: a table beside a reference plan, the lower bound and the ideal; steps in sum; padded batches.
-
-Padded batches are what the step would take without packing. Sequences stay in the order in which they arrive. A batch
-takes the next one for as long as all of it, padded to its longest, fits into the capacity; batches go to the ranks in
-turn, and the ranks' batches of one turn are a microbatch. Every slot is computed, so a sequence costs what the longest
-of its batch does.
-"""
+"""Figures of plans: a table beside a reference plan, padded batches, the lower bound and the ideal; steps in sum."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ullage.core.display import quantity
 from ullage.core.layout import Int64
-from ullage.planning import Plan, ResourceUse, Statistics
+from ullage.planning import Plan, Statistics
 from ullage.planning import plan as make_plan
-from ullage.planning.placement import slots_of
+from ullage.planning.padded import Padded, padded
 from ullage.planning.planner import arrival_order
-
-
-class Figure(NamedTuple):
-    """One line of the table, as text; ``reference`` is "–" where the reference could not plan these sequences."""
-
-    name: str
-    plan: str
-    reference: str
-    bound: str
-    ideal: str
 
 
 def ideal_microbatches(plan: Plan, stats: Statistics) -> float:
@@ -38,79 +22,54 @@ def ideal_microbatches(plan: Plan, stats: Statistics) -> float:
     return stats.num_tokens / (plan.ranks * plan.capacity)
 
 
-def bound_ullage(plan: Plan, stats: Statistics) -> float:
-    """The ullage of a plan with as many microbatches as the lower bound."""
-    # Slots of that many microbatches on all ranks.
-    size = stats.lower_bound * plan.ranks * plan.capacity
-    return 1 - stats.num_tokens / size if size else 0.0
+def _bound_unused(amount: int, plan: Plan, lower_bound: int, capacity: int) -> float:
+    """What is unused of a capacity in as many microbatches as the lower bound."""
+    size = lower_bound * plan.ranks * capacity
+    return 1 - amount / size if size else 0.0
 
 
-def figures(plan: Plan, reference: Plan | None = None) -> list[Figure]:
-    """The table. ``reference``: another plan of the same sequences, usually by ``next_fit``."""
+def figure_rows(plan: Plan, reference: Plan | None = None, padded: Padded | None = None) -> list[list[str]]:
+    """The table as rows of text, the first with the headings; without columns of what is None.
+
+    ``reference``: another plan of the same sequences, usually by ``next_fit``.
+    """
     ours = plan.statistics()
     theirs = None if reference is None else reference.statistics()
-    bound = bound_ullage(plan, ours)
-    table = [
-        Figure(name, _text(value(ours), form), _text(theirs and value(theirs), form), _text(least, form), ideal)
-        for name, form, value, least, ideal in (
-            (
-                "microbatches per rank",
-                "{:d}",
-                lambda stats: stats.num_microbatches,
-                ours.lower_bound,
-                f"{ideal_microbatches(plan, ours):.2f}",
-            ),
-            ("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, 100 * bound, "0.00 %"),
-            ("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000"),
-            ("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000"),
-        )
-    ]
-    for place, use in enumerate(ours.resources):
+    others = [*([] if reference is None else [reference_name(reference)]), *["padded"] * (padded is not None)]
+    rows = [["", plan.strategy, *others, "lower bound", "ideal"]]
+
+    def add(name: str, form: str, value: Any, bound: Any, ideal: str, of: Any = ours, beside: Any = theirs) -> None:
+        compared = [] if beside is None else [form.format(value(beside))]
+        if padded is not None:
+            compared.append(form.format(value(padded)) if of is ours else "–")
+        rows.append([name, form.format(value(of)), *compared, "" if bound is None else form.format(bound), ideal])
+
+    unused = 100 * _bound_unused(ours.num_tokens, plan, ours.lower_bound, plan.capacity)
+    ideal = f"{ideal_microbatches(plan, ours):.2f}"
+    add("microbatches per rank", "{:,d}", lambda stats: stats.num_microbatches, ours.lower_bound, ideal)
+    add("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, unused, "0.00 %")
+    add("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000")
+    add("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000")
+    for place, use in enumerate(ours.resources):  # besides tokens
         beside = None if theirs is None else theirs.resources[place]
-        table += _figures_of(plan, use, beside)
-    if ours.num_shared:
-        shared = _text(theirs and theirs.num_shared, "{:,}")
-        table.append(Figure("sequences on several ranks", f"{ours.num_shared:,}", shared, "", ""))
-    return table
-
-
-def _figures_of(plan: Plan, use: ResourceUse, beside: ResourceUse | None) -> Iterator[Figure]:
-    """The lines of a resource besides tokens."""
-    bins = plan.num_microbatches * plan.ranks
-    mean = use.amount / bins if bins else 0.0
-    least = max(math.ceil(mean), int(plan.amounts[use.name][plan.order].max(initial=0)))
-    yield Figure(
-        f"most {use.name} in a microbatch",
-        f"{use.largest:,}",
-        _text(beside and beside.largest, "{:,}"),
-        f"{least:,}",
-        f"{mean:,.0f}",
-    )
-    if use.capacity is not None:
-        size = use.lower_bound * plan.ranks * use.capacity
-        yield Figure(
-            f"capacity of {use.name} unused",
-            f"{100 * use.unused:.2f} %",
-            _text(beside and 100 * beside.unused, "{:.2f} %"),
-            f"{100 * (1 - use.amount / size if size else 0.0):.2f} %",
-            "0.00 %",
-        )
-
-
-def _text(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)
+        bins = plan.num_microbatches * plan.ranks
+        mean = use.amount / bins if bins else 0.0
+        least = max(math.ceil(mean), int(plan.amounts[use.name][plan.order].max(initial=0)))
+        name = f"most {use.name} in a microbatch"
+        add(name, "{:,}", lambda each: each.largest, least, f"{mean:,.0f}", use, beside)
+        if use.capacity is not None:
+            unused = 100 * _bound_unused(use.amount, plan, use.lower_bound, use.capacity)
+            name = f"capacity of {use.name} unused"
+            add(name, "{:.2f} %", lambda each: 100 * each.unused, unused, "0.00 %", use, beside)
+    if ours.num_shared:  # and then there are no padded batches
+        add("sequences on several ranks", "{:,}", lambda stats: stats.num_shared, None, "")
+    return rows
 
 
 def reference_name(reference: Plan) -> str:
     """Name of a reference plan: its strategy, and its degree where ranks share every microbatch."""
     degree = int(reference.degrees.max(initial=1))
     return reference.strategy if degree == 1 else f"{reference.strategy}, degree {degree}"
-
-
-def step_time(plan: Plan) -> float:
-    """The time of the step by the plan's own ``sync``, in ideal steps: the critical path, or the rank imbalance."""
-    stats = plan.statistics()
-    return stats.critical_path if plan.sync == "microbatch" else stats.rank_imbalance
 
 
 def lost_sequences(stats: Statistics) -> str:
@@ -126,16 +85,9 @@ def lost_sequences(stats: Statistics) -> str:
 def length_figures(lengths: object) -> dict[str, float | int]:
     """Lengths in six numbers: sequences, tokens, shortest, median, mean, longest."""
     array = np.asarray(lengths)
-    if not len(array):
-        return {"sequences": 0, "tokens": 0, "shortest": 0, "median": 0.0, "mean": 0.0, "longest": 0}
-    return {
-        "sequences": len(array),
-        "tokens": int(array.sum()),
-        "shortest": int(array.min()),
-        "median": float(np.median(array)),
-        "mean": float(array.mean()),
-        "longest": int(array.max()),
-    }
+    held = array if len(array) else np.zeros(1, np.int64)
+    found = {"sequences": len(array), "tokens": int(array.sum()), "shortest": int(held.min())}
+    return found | {"median": float(np.median(held)), "mean": float(held.mean()), "longest": int(held.max())}
 
 
 @dataclass(frozen=True)
@@ -147,27 +99,19 @@ class PlannedStep:
     padded: Padded | None
 
     @property
-    def work(self) -> int:
-        """Cost of all sequences that are placed."""
-        return int(self.plan.costs[self.plan.order].sum())
-
-    @property
-    def padded_time(self) -> float | None:
-        """The time of the step on padded batches by the plan's own ``sync``, in ideal steps."""
-        if self.padded is None:
-            return None
-        return self.padded.critical_path if self.plan.sync == "microbatch" else self.padded.rank_imbalance
+    def times(self) -> tuple[float, float | None, float | None]:
+        """The time of the step by the plan's own ``sync``, in ideal steps: of all three."""
+        name = "critical_path" if self.plan.sync == "microbatch" else "rank_imbalance"
+        beside = None if self.reference is None else getattr(self.reference.statistics(), name)
+        return getattr(self.plan.statistics(), name), beside, self.padded and getattr(self.padded, name)
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """Several steps at one capacity, in sum. Times are in ideal steps and weighted by the work of each step.
 
-    Attributes:
-        num_microbatches, lower_bound: per rank, of all steps.
-        ullage: the part of the capacity of all microbatches that holds no token.
-        time: of all steps; ``worst_time``: of the step that is furthest from its ideal.
-        next_fit_time, padded_time: the same for arrival order and padded batches, None where a step has none.
+    Microbatches are per rank; ``worst_time`` is that of the step that is furthest from its ideal, and the times of
+    arrival order and of padded batches are None where a step has none.
     """
 
     capacity: int
@@ -189,49 +133,47 @@ def planned(lengths: Int64, strategy: str, settings: dict[str, Any]) -> PlannedS
 
 def step_sentence(step: PlannedStep) -> str:
     """The time of the step beside arrival order's and that of padded batches, in one sentence; empty without any."""
-    time, parts = step_time(step.plan), []
-    if step.reference is not None:
-        parts.append(f"{100 * time / step_time(step.reference):.1f} % of next_fit's time")
-    if step.padded is not None and step.padded_time:
+    (time, beside, padded_time), parts = step.times, []
+    if beside is not None:
+        parts.append(f"{100 * time / beside:.1f} % of next_fit's time")
+    if step.padded is not None and padded_time:
         padding = f"{100 * step.padded.padding_computed:.1f} % padding"
-        parts.append(f"{100 * time / step.padded_time:.1f} % of padded batches' ({padding})")
+        parts.append(f"{100 * time / padded_time:.1f} % of padded batches' ({padding})")
     return f"The step takes {' and '.join(parts)}." if parts else ""
 
 
 def step_record(step: PlannedStep) -> dict[str, Any]:
     """The figures of one step as plain data."""
 
-    def numbers(one: Plan) -> dict[str, Any]:
-        return {"strategy": one.strategy, "step_time": step_time(one), **asdict(one.statistics())}
+    def numbers(one: Plan | None, time: float | None) -> dict[str, Any] | None:
+        return one and {"strategy": one.strategy, "step_time": time, **asdict(one.statistics())}
 
     plan, stats = step.plan, step.plan.statistics()
+    time, beside, padded_time = step.times
     names = ("num_microbatches", "ullage", "rank_imbalance", "critical_path")
-    bound = (stats.lower_bound, bound_ullage(plan, stats), stats.rank_imbalance_bound, stats.critical_path_bound)
+    unused = _bound_unused(stats.num_tokens, plan, stats.lower_bound, plan.capacity)
+    bound = (stats.lower_bound, unused, stats.rank_imbalance_bound, stats.critical_path_bound)
     return {
         **{name: getattr(plan, name) for name in ("ranks", "capacity", "capacities", "pad_to_multiple_of", "sync")},
-        "plan": numbers(plan),
-        "next_fit": None if step.reference is None else numbers(step.reference),
-        "padded": None if step.padded is None else {"step_time": step.padded_time, **asdict(step.padded)},
+        "plan": numbers(plan, time),
+        "next_fit": numbers(step.reference, beside),
+        "padded": step.padded and {"step_time": padded_time, **asdict(step.padded)},
         "lower_bound": dict(zip(names, bound, strict=True)),
         "ideal": dict(zip(names, (ideal_microbatches(plan, stats), 0.0, 1.0, 1.0), strict=True)),
     }
 
 
-def cut(lengths: Any, global_batch_size: int | None, steps: int | None) -> Iterator[Any]:
+def cut(lengths: Any, global_batch_size: int | None, steps: int | None) -> list[Any]:
     """The lengths of each step, in order; the last, short one is kept. Without a size, all of them are one step."""
     size = global_batch_size or max(1, len(lengths))
-    for number, start in enumerate(range(0, max(1, len(lengths)), size)):
-        if steps is not None and number >= steps:
-            return
-        yield lengths[start : start + size]
+    return [lengths[start : start + size] for start in range(0, max(1, len(lengths)), size)[:steps]]
 
 
 def summed(steps: Sequence[PlannedStep]) -> StepTotals:
     """Steps of one capacity in sum."""
     stats = [step.plan.statistics() for step in steps]
-    work = [step.work for step in steps]
-    times = [step_time(step.plan) for step in steps]
-    references = [None if step.reference is None else step_time(step.reference) for step in steps]
+    work = [int(step.plan.costs[step.plan.order].sum()) for step in steps]
+    times, references, unpacked = zip(*(step.times for step in steps), strict=True)
     size = sum(one.capacity_tokens for one in stats)
     return StepTotals(
         capacity=steps[0].plan.capacity,
@@ -242,101 +184,13 @@ def summed(steps: Sequence[PlannedStep]) -> StepTotals:
         time=_mean(times, work) or 1.0,
         worst_time=max(times),
         next_fit_time=_mean(references, work),
-        padded_time=_mean([step.padded_time for step in steps], work),
+        padded_time=_mean(unpacked, work),
     )
 
 
 def _mean(times: Sequence[float | None], work: Sequence[int]) -> float | None:
     """The mean by work; None where a step that has work has no time."""
-    total, held = 0.0, 0
-    for time, weight in zip(times, work, strict=True):
-        if not weight:
-            continue
-        if time is None:
-            return None
-        total, held = total + time * weight, held + weight
-    return total / held if held else None
-
-
-@dataclass(frozen=True)
-class Padded:
-    """Figures of padded batches, in the terms of a plan's.
-
-    Attributes:
-        num_batches: batches on all ranks.
-        num_microbatches: per rank.
-        num_slots: tokens and padding that are computed.
-        padding_computed: the part of ``num_slots`` that is padding.
-        ullage: the part of the capacity that holds no token.
-        rank_imbalance, critical_path: work of the most expensive rank, over the step or microbatch by microbatch, over
-            the mean rank's work *on tokens*: padding counts, so both are larger than 1 also on one rank.
-    """
-
-    num_batches: int
-    num_microbatches: int
-    num_slots: int
-    padding_computed: float
-    ullage: float
-    rank_imbalance: float
-    critical_path: float
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """The figures by the names that :func:`figures` has for them."""
-        return {
-            "microbatches per rank": f"{self.num_microbatches:,}",
-            "ullage": f"{100 * self.ullage:.2f} %",
-            "rank imbalance": f"{self.rank_imbalance:.3f}",
-            "critical path": f"{self.critical_path:.3f}",
-        }
-
-
-def padded(plan: Plan) -> Padded | None:
-    """The padded batches of the sequences that ``plan`` places; None where ranks share sequences, or sequences take
-    more than tokens, which nobody pads.
-
-    >>> import ullage
-    >>> step = ullage.plan([5, 3, 9, 1], ranks=2, capacity=12)
-    >>> batches = padded(step)
-    >>> batches.num_batches, batches.num_slots, round(batches.padding_computed, 2)
-    (3, 20, 0.1)
-    """
-    if plan.amounts or int(plan.degrees.max(initial=1)) > 1:
+    held = [(time, weight) for time, weight in zip(times, work, strict=True) if weight]
+    if not held or any(time is None for time, _ in held):
         return None
-    placed = np.sort(plan.order)
-    lengths, costs = plan.lengths[placed], plan.costs[placed]
-    sizes, widths, prices = _batches(
-        slots_of(lengths, plan.pad_to_multiple_of), costs, plan.capacity, plan.max_sequences
-    )
-    turns = -(-len(sizes) // plan.ranks)
-    turns = -(-turns // plan.microbatch_multiple) * plan.microbatch_multiple
-    loads = np.zeros(turns * plan.ranks)
-    loads[: len(sizes)] = sizes * prices
-    loads = loads.reshape(turns, plan.ranks) + plan.per_microbatch
-    ideal = int(costs.sum()) / plan.ranks + plan.per_microbatch * turns
-    tokens, slots, size = int(lengths.sum()), int((sizes * widths).sum()), turns * plan.ranks * plan.capacity
-    return Padded(
-        num_batches=len(sizes),
-        num_microbatches=turns,
-        num_slots=slots,
-        padding_computed=1 - tokens / slots if slots else 0.0,
-        ullage=1 - tokens / size if size else 0.0,
-        rank_imbalance=float(loads.sum(axis=0).max(initial=0)) / ideal if ideal else 1.0,
-        critical_path=float(loads.max(axis=1, initial=0).sum()) / ideal if ideal else 1.0,
-    )
-
-
-def _batches(slots: Int64, costs: Int64, capacity: int, most: int) -> tuple[Int64, Int64, Int64]:
-    """Sequences, width in slots and cost of the most expensive sequence of each batch, int64 [batches]."""
-    found: list[tuple[int, int, int]] = []
-    count = width = price = 0
-    for slot, cost in zip(slots.tolist(), costs.tolist(), strict=True):
-        wider = max(width, slot)
-        if count and ((count + 1) * wider > capacity or count == most):
-            found.append((count, width, price))
-            count, wider, price = 0, slot, 0
-        count, width, price = count + 1, wider, max(price, cost)
-    if count:
-        found.append((count, width, price))
-    sizes, widths, prices = np.array(found, np.int64).reshape(-1, 3).T
-    return sizes, widths, prices
+    return sum((time or 0.0) * weight for time, weight in held) / sum(work)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ullage.core.display import size
 from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
-from ullage.report.figures import figures, reference_name
-from ullage.report.page import NUM_COLOURS, Box, Row, render
+from ullage.report.drawing import NUM_COLOURS, Box, Row, render
+from ullage.report.figures import figure_rows, reference_name
 from ullage.report.plan import memory_drawing, plan_page
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ _COMPARED = 100_000
 _LETTER = 1.2
 
 
-@dataclass(frozen=True)
-class Bars:
+class Bars(NamedTuple):
     """A heading, rows, the legend of their colours, and a sentence below."""
 
     title: str
@@ -44,8 +42,7 @@ class Bars:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Inline:
+class Inline(NamedTuple):
     """What is drawn of an object: bars, and a table whose first row holds the headings."""
 
     bars: Sequence[Bars] = ()
@@ -89,15 +86,10 @@ def _inline(value: object) -> Inline | None:
 
 def _plan(plan: Plan) -> Inline:
     reference = arrival_order(plan) if plan.num_sequences <= _COMPARED else None
-    head = ["", plan.strategy, *([] if reference is None else [reference_name(reference)]), "lower bound", "ideal"]
-    table = [head]
-    for figure in figures(plan, reference):
-        compared = [] if reference is None else [figure.reference]
-        table.append([figure.name, figure.plan, *compared, figure.bound, figure.ideal])
     bars = [_memory(plan, f"{plan.strategy}: ranks × microbatches of {plan.capacity:,} slots")]
     if reference is not None:
         bars.append(_memory(reference, f"{reference_name(reference)}, the order of arrival"))
-    return Inline(bars if plan.num_microbatches else (), table)
+    return Inline(bars if plan.num_microbatches else (), figure_rows(plan, reference))
 
 
 def _memory(plan: Plan, title: str) -> Bars:
@@ -121,9 +113,8 @@ def _buffer(layout: Layout, things: str, entries: str = "tokens") -> Bars:
         left, width, whole = (round(100 * part / end, 3) for part in (start, length, slot))
         if length:
             label = str(item) if len(str(item)) * _LETTER < width else ""
-            boxes.append(
-                Box(left, width, f"c{item % NUM_COLOURS}", f"{things[:-1]} {item}: {length:,} {entries}", label)
-            )
+            title = f"{things[:-1]} {item}: {length:,} {entries}"
+            boxes.append(Box(left, width, f"c{item % NUM_COLOURS}", title, label))
         if slot > length:
             title = f"padding of {things[:-1]} {item}: {slot - length:,} slots"
             boxes.append(Box(round(left + width, 3), round(whole - width, 3), "padding", title))
@@ -143,7 +134,7 @@ def _batch(batch: RaggedBatch) -> Inline:
     note = f"{left:,} more fields." if left > 0 else ""
     bars = [_buffer(batch.layout, "sequences")] if batch.layout.size else []
     # The rows of items in the colours of their sequences.
-    bars += [replace(_buffer(rows, "sequences", "rows"), title=name) for name, rows in batch.items.items()]
+    bars += [_buffer(rows, "sequences", "rows")._replace(title=name) for name, rows in batch.items.items()]
     return Inline(bars, table[: _LINES + 1], note)
 
 

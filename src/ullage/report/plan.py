@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ullage.core.display import quantity
 from ullage.core.errors import listed
 from ullage.core.layout import Int64
 from ullage.planning import Plan
-from ullage.report.curves import round_numbers, tick_texts
-from ullage.report.figures import figures, length_figures, lost_sequences, reference_name
-from ullage.report.page import Box, Row, percent, render
+from ullage.report.drawing import Box, Row, percent, render, round_numbers, tick_texts
+from ullage.report.figures import figure_rows, length_figures, lost_sequences, reference_name
 
 #: Blocks, ranks and microbatches of one drawing at the most.
 MAX_BLOCKS, MAX_RANKS, MAX_MICROBATCHES = 4096, 64, 96
@@ -44,14 +42,9 @@ _NAMED = 6
 class PlanDrawing:
     """A row per rank; places in per cent of the width.
 
-    Attributes:
-        rows: the ranks drawn; where each begins its microbatches by itself, the cuts between these are the row's own.
-        cuts: where a microbatch ends on all ranks.
-        ideal: the end of a step without waiting.
-        thin: whether the bars are thin, being many.
-        shown: the part of the plan that is drawn, in words; empty if it is all.
-        microbatches: numbers of microbatches over the drawing.
-        ticks: numbers of the axis under it.
+    ``cuts``: where a microbatch ends on all ranks; where each rank ends it by itself, its row has cuts. ``ideal``: the
+    end of a step without waiting. ``shown``: the part of the plan that is drawn, in words; empty if it is all.
+    ``microbatches`` are numbers over the drawing, ``ticks`` those of the axis under it.
     """
 
     rows: list[Row]
@@ -80,7 +73,7 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         source=source,
         lost=lost_sequences(stats),
         described=length_figures(plan.original_lengths),
-        figures=figures(plan, reference),
+        figures=figure_rows(plan, reference),
         reference=reference,
         reference_name="" if reference is None else reference_name(reference),
         meets="in every microbatch" if plan.sync == "microbatch" else "once, at the end of the step",
@@ -160,8 +153,6 @@ def _end(plan: Plan) -> float:
 def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
     """Drawing of each rank's work and waiting, with ``end`` at the right edge."""
     times, window = timeline(plan), _Window.of(plan)
-    whole = window.microbatches == plan.num_microbatches
-    shown = slice(0, window.microbatches)
     scale = 100 / end if end else 0.0
     # The number beside a row is its load over the mean load: 1 is a rank with its exact share.
     mean = float(times.duration.sum()) / plan.ranks
@@ -169,29 +160,32 @@ def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
     for rank in window.ranks:
         boxes: list[Box] = []
         for microbatch in range(window.microbatches):
-            start = float(times.start[microbatch, rank]) * scale
-            width = float(times.duration[microbatch, rank]) * scale
+            start, duration = (float(each[microbatch, rank]) for each in (times.start, times.duration))
             costs = plan.costs[plan.members(microbatch, rank)].astype(float)
-            # The time of a microbatch, shared out to its sequences by cost; per cent of the drawing, like ``start``.
-            widths = costs * (width / costs.sum()) if costs.sum() else costs
-            boxes += _blocks(plan, microbatch, rank, start, widths, widths, shades, window.least)
-            boxes += _waiting(times, microbatch, rank, scale)
+            # The time of a microbatch, shared out to its sequences by cost; per cent of the drawing.
+            widths = costs * (duration * scale / costs.sum()) if costs.sum() else costs
+            boxes += _blocks(plan, microbatch, rank, start * scale, widths, widths, shades, window.least)
+            # Then the rank waits until all meet, after the microbatch or at the end of the step.
+            done, is_last = start + duration, microbatch == len(times.start) - 1
+            until = float(times.meetings[microbatch]) if len(times.meetings) else times.end if is_last else done
+            if (until - done) * scale > 0.02:
+                part = percent((until - done) / times.end)
+                title = f"rank {rank} waits for {part} of the step, in microbatch {microbatch}"
+                boxes.append(Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title))
         load = float(times.duration[:, rank].sum())
         # Ranks that meet once per step begin their microbatches each at its own time.
         own = () if len(times.meetings) else times.start[1 : window.microbatches, rank]
         own_cuts = tuple(round(float(cut) * scale, 3) for cut in own)
         rows.append(Row(str(rank), tuple(boxes), f"{load / mean:.3f}" if mean else "", own_cuts))
-    meetings = (times.meetings[shown] * scale).tolist()
-    ideal = times.ideal * scale if whole and end else None
-    return PlanDrawing(
-        rows,
-        [round(cut, 3) for cut in meetings[:-1]],
-        ideal,
-        plan.ranks > 16,
-        window.caption(plan),
-        _numbered([0.0, *meetings]),
-        _time_ticks(end / times.ideal) if times.ideal else [],
-    )
+    meetings = (times.meetings[: window.microbatches] * scale).tolist()
+    ideal = times.ideal * scale if window.microbatches == plan.num_microbatches and end else None
+    values = round_numbers(0.0, end / times.ideal) if times.ideal else []  # in ideal steps
+    texts = tick_texts(values) if values else []
+    ticks = [
+        Tick(round(100 * v * times.ideal / end, 2), text) for v, text in zip(values, texts) if v * times.ideal <= end
+    ]
+    cuts = [round(cut, 3) for cut in meetings[:-1]]
+    return PlanDrawing(rows, cuts, ideal, plan.ranks > 16, window.caption(plan), _numbered([0.0, *meetings]), ticks)
 
 
 def _numbered(cuts: list[float]) -> list[Tick]:
@@ -203,33 +197,6 @@ def _numbered(cuts: list[float]) -> list[Tick]:
         if not ticks or place - ticks[-1].place >= _LEAST_APART + 4 * (place > 96):
             ticks.append(Tick(place, str(k)))
     return ticks
-
-
-def _time_ticks(end: float) -> list[Tick]:
-    """Round numbers from 0 to ``end``, in ideal steps."""
-    values = round_numbers(0.0, end)
-    return [Tick(round(100 * v / end, 2), text) for v, text in zip(values, tick_texts(values)) if v <= end]
-
-
-def _waiting(times: Timeline, microbatch: int, rank: int, scale: float) -> Iterator[Box]:
-    """The box between a rank's end of a microbatch and the meeting, if there is one to see.
-
-    Args:
-        times: the timeline of the plan.
-        microbatch: number of the microbatch.
-        rank: the rank.
-        scale: per cent of the drawing per unit of time.
-    """
-    done = float(times.start[microbatch, rank] + times.duration[microbatch, rank])
-    if len(times.meetings):
-        until = float(times.meetings[microbatch])
-    elif microbatch == len(times.start) - 1:
-        until = times.end
-    else:
-        return
-    if (until - done) * scale > 0.02:
-        title = f"rank {rank} waits for {percent((until - done) / times.end)} of the step, in microbatch {microbatch}"
-        yield Box(round(done * scale, 3), round((until - done) * scale, 3), "wait", title)
 
 
 def memory_drawing(plan: Plan) -> PlanDrawing:
@@ -268,34 +235,37 @@ def _blocks(
     shades: _Shades,
     least: float,
 ) -> Iterator[Box]:
-    """The sequences of one bin as boxes, narrow neighbours as one.
+    """The members of one bin as boxes, narrow neighbours as one.
 
     Args:
-        plan: the plan.
-        microbatch: number of the microbatch.
-        rank: the rank, whose members are drawn.
+        plan, microbatch, rank: whose members are drawn.
         start: per cent of the row at which the bin begins.
         pitch [members]: per cent from the beginning of a sequence to that of the next.
         widths [members]: per cent that a sequence fills of its pitch; what is left over is padding.
         shades: colours of costs.
         least: per cent below which a block is drawn with its neighbours.
     """
-    members = plan.members(microbatch, rank)
-    ends = start + np.cumsum(pitch)
-    shared = _shared(plan, microbatch, rank)
+    members, ends = plan.members(microbatch, rank), start + np.cumsum(pitch)
+    degree = plan.degree(microbatch, rank)
+    first_rank = rank - rank % degree
+    shared = f", shared by ranks {first_rank} to {first_rank + degree - 1}" if degree > 1 else ""
     for first, last in _groups(pitch, least):
-        left = float(ends[first] - pitch[first])
+        ids, left = members[first:last], float(ends[first] - pitch[first])
+        tokens = f"{int(plan.lengths[ids].sum()):,} tokens"
         # Neighbours drawn as one are as wide as their slots; one sequence alone as its tokens, its padding beside it.
-        width = float(ends[last - 1] - left) if last - first > 1 else float(widths[first])
-        ids = members[first:last]
+        if len(ids) > 1:
+            width = float(ends[last - 1] - left)
+            title = f"{len(ids)} sequences: {listed(ids.tolist(), _NAMED)}: {tokens}"
+        else:
+            width, title = float(widths[first]), f"sequence {ids[0]}: {tokens}"
         style = shades.style(float(plan.costs[ids].mean())) + (" shared" if shared else "")
-        yield Box(round(left, 3), round(width, 3), style, _title(plan, ids) + shared)
-        if last - first == 1 and pitch[first] - width > 0.02:
+        yield Box(round(left, 3), round(width, 3), style, title + shared)
+        if len(ids) == 1 and pitch[first] - width > 0.02:
             title = f"padding of sequence {ids[0]}"
             yield Box(round(left + width, 3), round(float(pitch[first]) - width, 3), "padding", title)
 
 
-def _groups(pitch: np.ndarray, least: float) -> Iterator[tuple[int, int]]:
+def _groups(pitch: np.ndarray, least: float) -> list[tuple[int, int]]:
     """Ranges [first, last) of neighbours that are ``least`` wide together; a narrow rest joins the range before it."""
     runs: list[tuple[int, int]] = []
     first, width = 0, 0.0
@@ -307,20 +277,7 @@ def _groups(pitch: np.ndarray, least: float) -> Iterator[tuple[int, int]]:
     if width > 0:
         first = runs.pop()[0] if runs else first
         runs.append((first, len(pitch)))
-    yield from runs
-
-
-def _shared(plan: Plan, microbatch: int, rank: int) -> str:
-    degree = plan.degree(microbatch, rank)
-    first = rank - rank % degree
-    return f", shared by ranks {first} to {first + degree - 1}" if degree > 1 else ""
-
-
-def _title(plan: Plan, ids: Int64) -> str:
-    tokens = int(plan.lengths[ids].sum())
-    if len(ids) == 1:
-        return f"sequence {ids[0]}: {tokens:,} tokens"
-    return f"{len(ids)} sequences: {listed(ids.tolist(), _NAMED)}: {tokens:,} tokens"
+    return runs
 
 
 _BUCKETS = 48
@@ -360,18 +317,15 @@ def histogram(lengths: Int64, costs: Int64) -> Histogram:
     edges = np.unique(np.rint(np.geomspace(low, high + 1, _BUCKETS + 1)).astype(np.int64))
     counts, _ = np.histogram(lengths.clip(low), edges)
     shares, _ = np.histogram(lengths.clip(low), edges, weights=costs.astype(float))
-    total = max(1.0, float(shares.sum()))
     place = _places(edges, low, high)
     buckets = []
     for k in np.flatnonzero(counts).tolist():
+        part, of_cost = (f"{100 * each[k] / max(1.0, float(each.sum())):.1f} %" for each in (counts, shares))
         many = quantity(int(counts[k]), "sequence")
-        title = (
-            f"{edges[k]:,} to {edges[k + 1] - 1:,} tokens: {many} ({100 * counts[k] / len(lengths):.1f} %),"
-            f" {100 * shares[k] / total:.1f} % of the cost"
-        )
-        size = [float(100 * part[k] / max(1.0, float(part.max()))) for part in (counts, shares)]
+        title = f"{edges[k]:,} to {edges[k + 1] - 1:,} tokens: {many} ({part}), {of_cost} of the cost"
+        height, depth = (round(float(100 * each[k] / max(1.0, float(each.max()))), 2) for each in (counts, shares))
         start, width = float(place[k]), float(place[k + 1] - place[k])
-        buckets.append(Bucket(round(start, 3), round(width, 3), round(size[0], 2), round(size[1], 2), title))
+        buckets.append(Bucket(round(start, 3), round(width, 3), height, depth, title))
     # From the first power of two that is not below the shortest length to the last not above the longest.
     powers = [2**k for k in range((low - 1).bit_length(), high.bit_length())]
     values = powers[:: -(-len(powers) // _MAX_TICKS)] if len(powers) > 1 else sorted({low, high})
@@ -391,35 +345,31 @@ def token_label(tokens: int) -> str:
     return f"{tokens / 1024:.3g}k" if tokens < 1024**2 else f"{tokens / 1024**2:.3g}M"
 
 
-Float64 = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(NamedTuple):
     """Start and duration of each microbatch on each rank, float64 [num_microbatches, ranks], in the cost's unit.
 
     ``meetings`` [num_microbatches]: when a microbatch has ended on every rank, if ranks wait for it; else empty.
     ``end``: when the step ends. ``ideal``: when it would end if every rank were busy until then.
     """
 
-    start: Float64
-    duration: Float64
-    meetings: Float64
+    start: np.ndarray
+    duration: np.ndarray
+    meetings: np.ndarray
     end: float
     ideal: float
 
 
 def timeline(plan: Plan) -> Timeline:
     """The timeline of one step."""
-    duration = plan.loads
+    duration, stats = plan.loads, plan.statistics()
+    # Both figures are "time of the step over the ideal time", so the ideal time follows from the end.
     if plan.sync == "microbatch":
         # A microbatch begins on all ranks when the slowest has ended the one before, so meetings are sums of maxima.
-        meetings = np.cumsum(duration.max(axis=1, initial=0))
-        start = np.repeat((meetings - duration.max(axis=1, initial=0))[:, None], plan.ranks, axis=1)
-        end = float(meetings[-1]) if len(meetings) else 0.0
+        slowest = duration.max(axis=1, initial=0)
+        meetings = np.cumsum(slowest)
+        start = np.repeat((meetings - slowest)[:, None], plan.ranks, axis=1)
+        end, over = float(slowest.sum()), stats.critical_path
     else:
         meetings, start = np.empty(0), np.cumsum(duration, axis=0) - duration
-        end = float(duration.sum(axis=0).max(initial=0))
-    # Both figures are "time of the step over the ideal time", so the ideal time follows from the end.
-    critical = plan.statistics().critical_path if plan.sync == "microbatch" else plan.statistics().rank_imbalance
-    return Timeline(start, duration, meetings, end, end / critical if critical else end)
+        end, over = float(duration.sum(axis=0).max(initial=0)), stats.rank_imbalance
+    return Timeline(start, duration, meetings, end, end / over if over else end)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ullage.core.display import duration, prefix_of, quantity, rate
 from ullage.core.errors import InputError
-from ullage.report.curves import Chart, Series, chart, short
-from ullage.report.page import NUM_COLOURS, Box, percent, render
-from ullage.report.page import Row as BarRow
+from ullage.report.drawing import NUM_COLOURS, Box, Chart, Row, Series, chart, percent, render, short
 from ullage.training.run import LAYOUTS
 
 STATE = "trainer_state.json"
@@ -29,7 +27,7 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 _TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "padding_computed", "capacity_unused",
           "imbalance", "mfu", "steps", "restarts")  # fmt: skip
 
-Row = dict[str, Any]
+Numbers = dict[str, Any]
 
 
 class LayoutSpan(NamedTuple):
@@ -42,22 +40,17 @@ class LayoutSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left.
+    """What a run left in its output folder.
 
-    Attributes:
-        folder: its output folder.
-        rows: of training, by rising ``step``, each with its numbers by their names in the log.
-        evaluations: the same of evaluations.
-        closing: numbers of the whole run, from its last entries; empty before its end.
-        spans: its layouts, one for each process that trained; empty for a run of another Trainer.
-        checkpoints: folders of those that are there, by rising step.
-        max_steps: the step at which the run is to end, where known.
+    ``rows`` of training, and of evaluations, by rising ``step``, have numbers by their names in the log; ``closing``
+    those of the whole run, once it has ended. ``spans``: its layouts, one for each process that trained; empty for a
+    run of another Trainer. ``max_steps``: the step at which the run is to end, where known.
     """
 
     folder: Path
-    rows: Sequence[Row]
-    evaluations: Sequence[Row] = ()
-    closing: Row = field(default_factory=dict)
+    rows: Sequence[Numbers]
+    evaluations: Sequence[Numbers] = ()
+    closing: Numbers = field(default_factory=dict)
     spans: Sequence[LayoutSpan] = ()
     checkpoints: Sequence[Path] = ()
     max_steps: int | None = None
@@ -87,59 +80,43 @@ def read_run(folder: str | Path) -> Run:
     Raises ``InputError`` if there is none.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise InputError("a run is a folder", where=str(folder), expected="the output_dir of a run", found=found)
     named = [(path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
     checkpoints = [path for _, path in sorted((int(step), path) for step, path in named if step.isdecimal())]
     states = [state for place in (folder, *checkpoints) if (state := _state(place / STATE)) is not None]
     if not states:
-        raise InputError(
-            "no run has left its state here",
-            where=str(folder),
-            expected=f"{STATE} in the folder or in a checkpoint of it",
-            hint="give the output_dir of a run, once it has saved a checkpoint",
-        )
+        expected = f"{STATE} in the folder or in a checkpoint of it"
+        hint = "give the output_dir of a run, once it has saved a checkpoint"
+        raise InputError("no run has left its state here", where=str(folder), expected=expected, hint=hint)
     state = max(states, key=lambda each: each.get("global_step") or 0)
-    rows, evaluations, closing = _sorted_out(state["log_history"])
+    training: dict[int, Numbers] = {}
+    evaluations: dict[int, Numbers] = {}
+    closing: Numbers = {}
+    for whole in state["log_history"]:
+        if not isinstance(whole, dict) or not isinstance(whole.get("step"), int):
+            continue
+        # What is no number cannot be drawn. Of two rows of a step the later one counts.
+        row: Numbers = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
+        if "loss" in row:
+            training[row["step"]] = row
+        elif any(name.startswith("eval_") for name in row):  # several data sets are evaluated at one step
+            evaluations[row["step"]] = {**evaluations.get(row["step"], {}), **row}
+        else:
+            closing |= row
+    rows, evaluated = ([found[step] for step in sorted(found)] for found in (training, evaluations))
+    begins = (state.get("stateful_callbacks") or {}).get(LAYOUTS) or []
+    stops = [*(step for step, _ in begins[1:]), state.get("global_step") or 0]
+    spans = [LayoutSpan(str(layout), step, stop) for (step, layout), stop in zip(begins, stops)]
     most = state.get("max_steps")
     max_steps = most if isinstance(most, int) and most > 0 else None
-    return Run(folder, rows, evaluations, closing, _spans(state), checkpoints, max_steps)
+    return Run(folder, rows, evaluated, closing, spans, checkpoints, max_steps)
 
 
-def _state(path: Path) -> Row | None:
+def _state(path: Path) -> Numbers | None:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_state = isinstance(state, dict) and isinstance(state.get("log_history"), list)
-    return state if is_state else None
-
-
-def _sorted_out(history: Sequence[Any]) -> tuple[list[Row], list[Row], Row]:
-    """Rows of training, of evaluations, and numbers of the whole run; of two rows of a step the later one counts."""
-    training: dict[int, Row] = {}
-    evaluations: dict[int, Row] = {}
-    closing: Row = {}
-    for whole in history:
-        if not isinstance(whole, dict) or not isinstance(whole.get("step"), int):
-            continue
-        # What is no number cannot be drawn.
-        row: Row = {name: value for name, value in whole.items() if isinstance(value, (int, float))}
-        if "loss" in row:
-            training[row["step"]] = row
-        elif any(name.startswith("eval_") for name in row):
-            # Several data sets are evaluated at one step.
-            evaluations[row["step"]] = {**evaluations.get(row["step"], {}), **row}
-        else:
-            closing |= row
-    return [training[k] for k in sorted(training)], [evaluations[k] for k in sorted(evaluations)], closing
-
-
-def _spans(state: Row) -> list[LayoutSpan]:
-    begins = (state.get("stateful_callbacks") or {}).get(LAYOUTS) or []
-    stops = [*(step for step, _ in begins[1:]), state.get("global_step") or 0]
-    return [LayoutSpan(str(layout), step, stop) for (step, layout), stop in zip(begins, stops)]
+    return state if isinstance(state, dict) and isinstance(state.get("log_history"), list) else None
 
 
 # Figures.
@@ -182,10 +159,6 @@ def _of(name: str, take: Callable[[list[float]], float]) -> Callable[[Run], floa
     return value
 
 
-def _least(values: list[float]) -> float:
-    return min((value for value in values if math.isfinite(value)), default=math.nan)
-
-
 def _warm_median(values: list[float]) -> float:
     """Without the first, in which compilers and caches are waited for."""
     return statistics.median(values[1:] or values)
@@ -205,8 +178,7 @@ def _loss(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
+_whole = "{:,.0f}".format
 
 
 #: The table, in order.
@@ -215,7 +187,8 @@ FIGURES = (
     RunFigure("loss at the first log", "first_loss", _of("loss", lambda v: v[0]), _loss),
     RunFigure("loss at the last log", "last_loss", _of("loss", lambda v: v[-1]), _loss, "amount"),
     RunFigure("held-out loss, last", "eval_loss", _of("eval_loss", lambda v: v[-1]), _loss, "amount"),
-    RunFigure("held-out loss, best", "best_eval_loss", _of("eval_loss", _least), _loss, "amount"),
+    RunFigure("held-out loss, best", "best_eval_loss",
+              _of("eval_loss", lambda v: min(filter(math.isfinite, v), default=math.nan)), _loss, "amount"),
     RunFigure("real tokens per second, median", "tokens_per_second", _of("tokens_per_second", _warm_median), _whole,
               "ratio"),
     RunFigure("padding computed, mean", "padding_computed", _of("padding_computed", statistics.fmean), percent,
@@ -250,17 +223,10 @@ def run_figures(runs: Sequence[Run]) -> list[list[str]]:
 
 def run_record(run: Run) -> dict[str, Any]:
     """The run as plain data, for ``--json``; numbers that are not finite are null."""
-    figures = {figure.name: figure.value(run) for figure in FIGURES}
-    return {
-        "folder": str(run.folder),
-        "max_steps": run.max_steps,
-        **{
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in figures.items()
-        },
-        "checkpoints": [str(path) for path in run.checkpoints],
-        "layouts": [span._asdict() for span in run.spans],
-    }
+    values = {figure.name: figure.value(run) for figure in FIGURES}
+    figures = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    places = {"checkpoints": [str(path) for path in run.checkpoints], "layouts": [each._asdict() for each in run.spans]}
+    return {"folder": str(run.folder), "max_steps": run.max_steps, **figures, **places}
 
 
 def short_names(runs: Sequence[Run]) -> list[str]:
@@ -275,15 +241,9 @@ def short_names(runs: Sequence[Run]) -> list[str]:
 
 # The page.
 
-
-class _Drawn(NamedTuple):
-    """What is drawn in one picture: numbers of the log, each with its name in the legend, multiplied by ``scale``."""
-
-    title: str
-    note: str
-    names: Sequence[tuple[str, str]]
-    form: Callable[[float], str]
-    scale: float = 1.0
+#: One picture: its title, what its numbers mean, numbers of the log with their names in the legend, how they are
+#: written, and by what they are multiplied.
+_Drawn = tuple[str, str, Sequence[tuple[str, str]], Callable[[float], str], float]
 
 
 class Picture(NamedTuple):
@@ -298,6 +258,8 @@ class Picture(NamedTuple):
 def run_page(runs: Sequence[Run]) -> str:
     """The first of ``runs`` as one HTML page without script or network; the others are drawn over it."""
     run, names = runs[0], short_names(runs)
+    layouts = dict.fromkeys(span.layout for span in run.spans)
+    colours = {layout: f"c{k % NUM_COLOURS}" for k, layout in enumerate(layouts)}
     return render(
         "run.html",
         run=run,
@@ -305,86 +267,81 @@ def run_page(runs: Sequence[Run]) -> str:
         tiles=[(f.title, f.text_of(run)) for name in _TILES for f in FIGURES if f.name == name and f.text_of(run)],
         pictures=list(_pictures(runs, names)),
         table=run_figures(runs),
-        life=_life(run) if len(run.spans) > 1 else None,
-        legend=[(colour, layout) for layout, colour in _colours(run).items()],
+        life=Row("steps", tuple(_life(run, colours)), f"{run.max_steps or run.step:,}") if len(run.spans) > 1 else None,
+        legend=[(colour, layout) for layout, colour in colours.items()],
     )
 
 
-def _colours(run: Run) -> dict[str, str]:
-    layouts = dict.fromkeys(span.layout for span in run.spans)
-    return {layout: f"c{k % NUM_COLOURS}" for k, layout in enumerate(layouts)}
-
-
-def _life(run: Run) -> BarRow:
-    """The steps of a run as one bar: a segment for each process, in the colour of its layout."""
-    scale, colours = 100 / max(run.max_steps or 0, run.spans[-1].stop, 1), _colours(run)
-    boxes = (
-        Box(start * scale, (stop - start) * scale, colours[layout], f"{layout}: steps {start + 1:,} to {stop:,}")
-        for layout, start, stop in run.spans
-        if stop > start
-    )
-    return BarRow("steps", tuple(boxes), f"{run.max_steps or run.step:,}")
+def _life(run: Run, colours: Mapping[str, str]) -> Iterator[Box]:
+    """The steps of a run: a segment for each process, in the colour of its layout."""
+    scale = 100 / max(run.max_steps or 0, run.spans[-1].stop, 1)
+    for layout, start, stop in run.spans:
+        if stop > start:
+            title = f"{layout}: steps {start + 1:,} to {stop:,}"
+            yield Box(start * scale, (stop - start) * scale, colours[layout], title)
 
 
 def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
     for drawn in _all_drawn(runs):
+        title, note, _, form, _ = drawn
         series = list(_series(drawn, runs, names))
         # A line stands where a process began.
-        made = chart(series, drawn.form, [span.start for span in runs[0].spans[1:]])
-        lost = _not_finite(series)
+        made = chart(series, form, [span.start for span in runs[0].spans[1:]])
+        lost = "; ".join(filter(None, map(_not_finite, series)))
         # A single step makes no curve, nor does what is the same all the time: the table has them.
-        if made is not None and (made.first == made.last or (drawn.title != "Loss" and _is_constant(series))):
+        if made is not None and (made.first == made.last or (title != "Loss" and all(map(_is_constant, series)))):
             continue
         if made is not None or lost:
-            yield Picture(drawn.title, drawn.note, made, lost)
+            yield Picture(title, note, made, lost)
 
 
-def _is_constant(series: Sequence[Series]) -> bool:
-    """Whether all values of each curve are the same, within the digits that anybody reads."""
-    finite = [[value for _, value in each.points if math.isfinite(value)] for each in series]
-    return all(max(values) - min(values) <= 1e-6 * max(map(abs, values)) for values in finite if values)
+def _is_constant(series: Series) -> bool:
+    """Whether all values of a curve are the same, within the digits that anybody reads."""
+    values = [value for _, value in series.points if math.isfinite(value)]
+    return not values or max(values) - min(values) <= 1e-6 * max(map(abs, values))
 
 
-def _not_finite(series: Sequence[Series]) -> str:
+def _not_finite(series: Series) -> str:
     """Where values are not finite, in words; empty if all are."""
-    told = []
-    for each in series:
-        steps = [step for step, value in each.points if not math.isfinite(value)]
-        if steps:
-            logs = quantity(len(each.points), "log")
-            told.append(f"{each.label}: not finite in {len(steps):,} of {logs}, first at step {steps[0]:,}")
-    return "; ".join(told)
+    steps = [step for step, value in series.points if not math.isfinite(value)]
+    logs = quantity(len(series.points), "log")
+    return f"{series.label}: not finite in {len(steps):,} of {logs}, first at step {steps[0]:,}" if steps else ""
 
 
 def _series(drawn: _Drawn, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Series]:
+    _, _, numbers, _, scale = drawn
     for r, run in enumerate(runs):
-        for k, (name, label) in enumerate(drawn.names):
-            points = [(step, value * drawn.scale) for step, value in run.values(name)]
+        for k, (name, label) in enumerate(numbers):
+            points = [(step, value * scale) for step, value in run.values(name)]
             # One run: a colour for each number. Several: a colour for each run, and its second number broken.
             colour = k if len(runs) == 1 else r
             style = f"k{colour % NUM_COLOURS}" + (" broken" if k and len(runs) > 1 else "")
-            told = label if len(runs) == 1 else names[r] if len(drawn.names) == 1 else f"{names[r]}, {label}"
+            told = label if len(runs) == 1 else names[r] if len(numbers) == 1 else f"{names[r]}, {label}"
             yield Series(told, style, points)
 
 
-def _all_drawn(runs: Sequence[Run]) -> Iterator[_Drawn]:
+def _all_drawn(runs: Sequence[Run]) -> list[_Drawn]:
     losses = [("loss", "training"), (held_out_loss(runs[0]), "held out")]
-    yield _Drawn("Loss", "", losses, lambda value: f"{value:.5g}")
-    note = "Real tokens over all ranks per second, between two logs; evaluating and saving count in their interval."
-    yield _Drawn("Speed", note, [("tokens_per_second", "tokens per second")], _whole)
-    note = "Per cent. Computed: padding among what the model was given. Unused: slots of microbatches without a token."
     shares = [("padding_computed", "padding computed"), ("capacity_unused", "capacity unused")]
-    yield _Drawn("Padding", note, shares, lambda value: f"{value:.2f} %", 100.0)
-    note = "The work of the busiest rank over the mean; 1 is the ideal."
-    yield _Drawn("Imbalance", note, [("imbalance", "imbalance")], lambda value: f"{value:.4f}")
+    speed = "Real tokens over all ranks per second, between two logs; evaluating and saving count in their interval."
+    padding = (
+        "Per cent. Computed: padding among what the model was given. Unused: slots of microbatches without a token."
+    )
+    work = "The work of the busiest rank over the mean; 1 is the ideal."
     if any(run.values("mfu") for run in runs):
         note = "Per cent of the FLOP/s that the devices could do."
-        yield _Drawn("MFU", note, [("mfu", "MFU")], lambda value: f"{value:.2f} %", 100.0)
+        flops: _Drawn = ("MFU", note, [("mfu", "MFU")], "{:.2f} %".format, 100.0)
     else:
-        largest = max((value for run in runs for _, value in run.values("flops_per_second")), default=0.0)
-        divisor, prefix = prefix_of(largest)
+        divisor, prefix = prefix_of(max((v for run in runs for _, v in run.values("flops_per_second")), default=0.0))
         note = f"{prefix}FLOP/s of the model on real tokens, forward and backward, of all devices."
-        flops = [("flops_per_second", "model FLOPs")]
-        yield _Drawn("Model FLOPs", note, flops, lambda value: rate(value * divisor), 1 / divisor)
-    yield _Drawn("Learning rate", "", [("learning_rate", "learning rate")], lambda value: short(value, 4))
-    yield _Drawn("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: short(value, 4))
+        written = lambda value: rate(value * divisor)  # noqa: E731
+        flops = ("Model FLOPs", note, [("flops_per_second", "model FLOPs")], written, 1 / divisor)
+    return [
+        ("Loss", "", losses, "{:.5g}".format, 1.0),
+        ("Speed", speed, [("tokens_per_second", "tokens per second")], _whole, 1.0),
+        ("Padding", padding, shares, "{:.2f} %".format, 100.0),
+        ("Imbalance", work, [("imbalance", "imbalance")], "{:.4f}".format, 1.0),
+        flops,
+        ("Learning rate", "", [("learning_rate", "learning rate")], lambda value: short(value, 4), 1.0),
+        ("Gradient norm", "", [("grad_norm", "gradient norm")], lambda value: short(value, 4), 1.0),
+    ]

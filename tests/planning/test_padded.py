@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.report.figures import padded
+from ullage.planning.padded import padded
 
 
 def batches(lengths, capacity, multiple=1, most=None):
