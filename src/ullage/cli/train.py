@@ -36,7 +36,7 @@ import transformers
 import typer
 from transformers import AutoTokenizer, HfArgumentParser
 
-from ullage.cli.report import show
+from ullage.cli.report import report as show_report
 from ullage.cli.trl import read_recipe
 from ullage.core.errors import InputError, UllageError, UsageError, first_line, root_cause
 from ullage.core.leaving import LOST, leave_at_once
@@ -47,10 +47,8 @@ from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config
 from ullage.models.cells import CELLS
-from ullage.report.run import read_run
-from ullage.report.run_page import PAGE, write_run_page
+from ullage.models.configuration import RecurrentConfig
 from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
-from ullage.training.run.run_log import RunLog
 from ullage.training.saving.checkpoints import WEIGHT_FILES, checkpoints_in, newest_unharmed
 from ullage.training.setup.arguments import form_process_group
 from ullage.training.step.metering import num_parameters
@@ -178,7 +176,8 @@ def samples_of(sources: list[str] | None, args: DataArguments, split: str, revis
     samples, table = read_samples(taken, args.text_column, args.data_config, split)
     commit = re.search(r"@([0-9a-f]{40})/", " ".join(table.info.download_checksums or {}))
     revisions |= {sources[0]: commit[1]} if commit else {}
-    tell(f"{', '.join(sources)}: {len(table) - len(samples):,} of {len(table):,} rows are empty and left out")
+    if lost := len(table) - len(samples):
+        tell(f"{', '.join(sources)}: {lost:,} of {len(table):,} rows are empty and left out")
     return samples
 
 
@@ -334,7 +333,6 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     notes = Notes(Path(args.output_dir), record, sizes.stop_at_step)
     transformers.trainer.DEFAULT_PROGRESS_CALLBACK = Bar
     trainer = Trainer(model, args, RaggedCollator(), *sets, processing_class=tokenizer, callbacks=[notes])
-    trainer.add_callback(RunLog(trainer.meter, layout=f"{args.world_size} processes, {axes}" if axes else None))
     line, is_logged = trainer.packing_advice("--packing_capacity {}")
     if line is not None and not is_logged:
         tell(line)
@@ -384,12 +382,11 @@ def report(folder: Path, code: bool = False) -> int:
     """Write the page of a run, and print its figures and the lines that load its model, on the first rank."""
     if _rank():
         return 0
-    found = read_run(folder)
-    write_run_page([found], folder / PAGE)
-    show([found])
-    own = "import ullage.models; " * (found.settings.get("model", "").partition("-")[0] in CELLS)
+    show_report(folder, None, None, False)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    own = "import ullage.models; " * (kind == RecurrentConfig.model_type)
     loaded = f".from_pretrained({str(folder)!r}{', trust_remote_code=True' * code})"
-    print(f"report: {folder / PAGE}\n\n{own}from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f"\n{own}from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"model = AutoModelForCausalLM{loaded}\ntokenizer = AutoTokenizer{loaded}", flush=True)
     return 0
 
@@ -408,8 +405,10 @@ def _hush() -> None:
     """Hide what libraries say beside errors, but not the notes of this one."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.enable_propagation()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "torch.fx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)  # it sets its level later
     shown = logging.StreamHandler(sys.stdout)
     shown.addFilter(lambda record: record.name.startswith("ullage") or record.levelno >= logging.ERROR)
