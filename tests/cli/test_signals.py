@@ -60,6 +60,6 @@ def test_sigterm_after_the_other_rank_was_killed_ends_at_once(server, tmp_path):
 def test_the_loss_of_the_other_rank_is_one_line_and_a_status_of_its_own(server, tmp_path):
     left = server.script("signal_script.py", "lost", *arguments(tmp_path, "run", *TRAINER))
     assert left.statuses == [75, -9]
-    assert "ullage (rank 0): another rank has ended or does not answer (noticed by rank 0 on " in left.logs[0]
+    assert "ullage: another rank has ended or does not answer (noticed by rank 0 on " in left.logs[0]
     assert "before the first checkpoint" in left.logs[0] or "the run begins anew" in left.logs[0]
     assert "Traceback" not in left.logs[0]

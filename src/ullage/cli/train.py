@@ -360,7 +360,7 @@ def train_as_said(said: dict[str, Any]) -> int:
         with signalled:
             trainer.train(resume_from_checkpoint="auto" if checkpoint in ("true", "True", "last") else checkpoint)
     except RuntimeError as error:
-        if not signalled.number or isinstance(error, UllageError):
+        if not signalled.number or getattr(error, "exit_status", LOST) != LOST:
             raise
         print(f"ullage (rank {_rank()}): stopped at once, without others: {first_line(error)}", file=sys.stderr)
         return signalled.exit_status
