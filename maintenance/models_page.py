@@ -44,16 +44,10 @@ _HEAD = """# Models that pack, and how that is proved
 
 Made on {today} by `make models`, with {versions}, on the CPU in float32.
 
-Each type is built tiny, with random weights, and packed by `ullage.pack_model`. Sequences of 0 to 72 tokens in one row
-are then compared with each of them alone: outputs to 2e-5, every gradient to 2e-4, in other orders and beside one-token
-and empty neighbours; and again in training mode, by the proof that a packed run makes. Other tokens in one sequence
-must not change a bit of the others, nor of the gradients that come from them (with routed experts: 1e-12 and 1e-9 in
-float64), and nan in one must not reach another. `ullage audit MODEL` does the same with your own model.
-
-A model that takes images gets them: sequences have none, one or several, of unequal sizes, and a clip where the type
-takes clips beside images. Gradients are compared in the tower too. Other pixels in one sequence must not change a bit
-of the others. The features of all images of the row, the embeddings that the text is given, and the positions are
-compared with those of each sequence alone. With the kin of GLM 4 clips and images cannot stand in one call.
+Each type is built tiny, with random weights, packed by `ullage.pack_model`, and
+[audited](packed_models.md#the-audit), as `ullage audit MODEL` does with your own: outputs to 2e-5, every gradient to
+2e-4. A model that takes images gets them: sequences have none, one or several, of unequal sizes, and a clip where the
+type takes clips beside images.
 
 *Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
 lengths, and so does its attention where it does not read them; **backbone** or **whole**, the backbone or all of the
@@ -116,10 +110,13 @@ def page(audits: Sequence[tuple[str, Audit]], today: date) -> str:
         rows = [each for other, each in audits if other == kind]
         lines += ["", f"## {_TITLES[kind]}", "", "| way | exact | difference at most |", "|---|---|---|"]
         lines += [line for way in _WAYS if (line := _exact(way, rows))]
-        others = [each for each in rows if not each.passed]
+        others: dict[tuple[str, str], list[str]] = {}
+        for each in rows:
+            if not each.passed:
+                others.setdefault((each.verdict, told(each)), []).append(each.model_type)
         if others:
             lines += ["", "| type | verdict | reason |", "|---|---|---|"]
-            lines += [f"| {each.model_type} | {each.verdict} | {told(each)} |" for each in others]
+            lines += [f"| {', '.join(names)} | {verdict} | {reason} |" for (verdict, reason), names in others.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -152,8 +149,9 @@ def verdicts(text: str) -> dict[str, dict[str, str]]:
     for section in text.split("\n## ")[1:]:
         title, _, rows = section.partition("\n")
         said = found.setdefault(kinds[title], {})
-        for first, second in re.findall(r"^\| ([\w.-]+) \| ([^|]+) \|", rows, flags=re.MULTILINE):
-            said.update(dict.fromkeys(second.split(", "), "exact") if first in _WAYS else {first: second})
+        for first, second in re.findall(r"^\| ([\w., -]+) \| ([^|]+) \|", rows, flags=re.MULTILINE):
+            names, verdict = (second, "exact") if first in _WAYS else (first, second)
+            said.update(dict.fromkeys(names.split(", "), verdict))
         said.pop("type", None)
         said.pop("way", None)
     return found
