@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ullage.cli.options import AsJson, print_table
-
-if TYPE_CHECKING:
-    from ullage.report.run import Run
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -35,30 +31,23 @@ def report(
     is written only if --html says where.
     """
     from ullage.cli.writing import require_ours, write_output
-    from ullage.report.run import COMPARISON, PAGE, read_run, run_page, run_record
+    from ullage.report.run import COMPARISON, PAGE, read_run, run_figures, run_page, run_record, short_names
 
     if html is not None:
         require_ours("page", html)
     runs = [read_run(folder) for folder in (run, *(others or ()))]
     if as_json:
         typer.echo(json.dumps({"runs": [run_record(each) for each in runs]}, indent=2))
+        if html is None:
+            return
     else:
-        show(runs)
-    if html is None and as_json:
-        return
+        names = short_names(runs)
+        for each in runs:
+            typer.echo(f"{each.folder}: {each.progress}")
+        beside = ["difference"] if len(runs) == 2 else [f"{name}, difference" for name in names[1:]]
+        print_table([["", *names, *beside], *run_figures(runs)])
     text = run_page(runs)
     page = html or run / (COMPARISON if others else PAGE)
     hint = None if html is not None else "--html FILE writes the page elsewhere"
     write_output("page", page, lambda file: file.write(text), hint=hint)
     typer.echo(f"report: {page}", err=as_json)
-
-
-def show(runs: Sequence[Run]) -> None:
-    """Print the figures of the runs."""
-    from ullage.report.run import run_figures, short_names
-
-    names = short_names(runs)
-    for each in runs:
-        typer.echo(f"{each.folder}: {each.progress}")
-    beside = ["difference"] if len(runs) == 2 else [f"{name}, difference" for name in names[1:]]
-    print_table([["", *names, *beside], *run_figures(runs)])

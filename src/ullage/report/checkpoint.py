@@ -9,7 +9,7 @@ too narrow to be seen are drawn together, in grey, with their number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ _STYLES = NUM_COLOURS * _SHADES
 _CUTS = 48
 
 
-@dataclass(frozen=True)
-class GroupDrawing:
+class GroupDrawing(NamedTuple):
     """One group: a sentence about it, its buffer end to end, and its shards.
 
     ``legend``: classes and names of as many parameters as there are colours, with their numbers, and of the padding.
@@ -54,7 +53,6 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
     kinds: dict[str, list[int]] = {}
     for file in inventory.files:
         kinds.setdefault(file.kind, []).append(file.num_bytes)
-    padded = sum(int(np.count_nonzero(group.padding_of())) for group in inventory.groups)
     return render(
         "checkpoint.html",
         inventory=inventory,
@@ -63,7 +61,7 @@ def checkpoint_page(inventory: Inventory, problems: Sequence[Problem] = ()) -> s
         + (f", ep {' and '.join(map(str, written_by.ep))}" if written_by.ep else ""),
         problems=[str(problem) for problem in problems[:_PROBLEMS]],
         num_problems=len(problems),
-        padded_shards=padded,
+        padded_shards=sum(int(np.count_nonzero(group.padding_of())) for group in inventory.groups),
         drawings=[draw(group) for group in inventory.groups[:_GROUPS]],
         groups_left_out=max(0, len(inventory.groups) - _GROUPS),
         kinds=[(kind, len(found), size(sum(found))) for kind, found in kinds.items()],
@@ -129,15 +127,9 @@ def _position(group: Group) -> np.ndarray:
 
 def _whole(group: Group) -> Row:
     """All shards as one bar, with a line at each cut if there is room for them."""
-    item, start = group.pieces.item, _position(group)
-    ends, total = start + group.pieces.length, group.num_shards * group.shard_size
-    # A parameter that a cut divides is two pieces that touch, and is drawn as one box. For pieces of the parameters
-    # [0, 0, 1] that touch, joined is [False, True, False]: the second continues the first.
-    joined = np.r_[False, (item[1:] == item[:-1]) & (start[1:] == ends[:-1])][: len(item)]
-    begins = np.flatnonzero(~joined)
-    stops = np.flatnonzero(~np.r_[joined[1:], False][: len(item)])
-    boxes = _boxes(group.names, item[begins], start[begins], ends[stops] - start[begins], total)
-    shards = group.num_shards
+    shards, pieces = group.num_shards, group.pieces
+    total = shards * group.shard_size
+    boxes = _boxes(group.names, pieces.item, _position(group), pieces.length, total)
     cuts = tuple(round(100 * i / shards, 4) for i in range(1, shards)) if shards <= _CUTS else ()
     return Row("whole buffer", boxes, f"{total:,}", cuts)
 
@@ -178,12 +170,8 @@ def _boxes(
 ) -> tuple[Box, ...]:
     """The pieces of one bar in order, padding where there are gaps between them.
 
-    Args:
-        names: parameters of the group.
-        item [n]: the parameter of each piece, as its number in ``names``.
-        start [n]: first element of the bar that the piece covers.
-        length [n]: elements of the piece.
-        total: elements of the bar.
+    ``item`` [n]: the parameter of each piece, as its number in ``names``. ``start``, ``length`` [n]: which elements it
+    covers of the bar's ``total``.
     """
     order = np.argsort(start, kind="stable")
     boxes: list[Box] = []

@@ -17,11 +17,6 @@ from ullage.planning.padded import Padded, padded
 from ullage.planning.planner import arrival_order
 
 
-def ideal_microbatches(plan: Plan, stats: Statistics) -> float:
-    """Microbatches per rank if sequences could be cut anywhere: tokens ÷ (ranks · capacity)."""
-    return stats.num_tokens / (plan.ranks * plan.capacity)
-
-
 def _bound_unused(amount: int, plan: Plan, lower_bound: int, capacity: int) -> float:
     """What is unused of a capacity in as many microbatches as the lower bound."""
     size = lower_bound * plan.ranks * capacity
@@ -45,7 +40,8 @@ def figure_rows(plan: Plan, reference: Plan | None = None, padded: Padded | None
         rows.append([name, form.format(value(of)), *compared, "" if bound is None else form.format(bound), ideal])
 
     unused = 100 * _bound_unused(ours.num_tokens, plan, ours.lower_bound, plan.capacity)
-    ideal = f"{ideal_microbatches(plan, ours):.2f}"
+    # Of tokens that could be cut anywhere.
+    ideal = f"{ours.num_tokens / (plan.ranks * plan.capacity):.2f}"
     add("microbatches per rank", "{:,d}", lambda stats: stats.num_microbatches, ours.lower_bound, ideal)
     add("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, unused, "0.00 %")
     add("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000")
@@ -159,7 +155,7 @@ def step_record(step: PlannedStep) -> dict[str, Any]:
         "next_fit": numbers(step.reference, beside),
         "padded": step.padded and {"step_time": padded_time, **asdict(step.padded)},
         "lower_bound": dict(zip(names, bound, strict=True)),
-        "ideal": dict(zip(names, (ideal_microbatches(plan, stats), 0.0, 1.0, 1.0), strict=True)),
+        "ideal": dict(zip(names, (stats.num_tokens / (plan.ranks * plan.capacity), 0.0, 1.0, 1.0), strict=True)),
     }
 
 

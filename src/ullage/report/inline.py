@@ -79,8 +79,7 @@ def _text(line: str, drawn: Inline) -> str:
 
 
 def _inline(value: object) -> Inline | None:
-    drawers = (_DRAWERS.get(each.__name__) for each in type(value).__mro__)
-    drawer = next(filter(None, drawers), None)
+    drawer = next(filter(None, (_DRAWERS.get(each.__name__) for each in type(value).__mro__)), None)
     return None if drawer is None else drawer(value)
 
 

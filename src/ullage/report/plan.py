@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +33,11 @@ NUM_SHADES = 7
 _SPAN = 500
 #: Per cent of the width that two numbers of microbatches are apart at least.
 _LEAST_APART = 9
-#: Ids that a block's title names before it only counts.
-_NAMED = 6
+#: Ids that a block's title names before it only counts; buckets of the histogram, and numbers of its axis, at the most.
+_NAMED, _BUCKETS, _MAX_TICKS = 6, 48, 6
 
 
-@dataclass(frozen=True)
-class PlanDrawing:
+class PlanDrawing(NamedTuple):
     """A row per rank; places in per cent of the width.
 
     ``cuts``: where a microbatch ends on all ranks; where each rank ends it by itself, its row has cuts. ``ideal``: the
@@ -62,10 +60,9 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
     ``reference``: another plan of the same lengths to stand beside it, usually by ``next_fit``. ``source``: what the
     lengths are, for the title. Raises ``InputError`` without jinja2.
     """
-    stats = plan.statistics()
-    shades = _Shades.of(plan)
+    stats, shades = plan.statistics(), _Shades.of(plan)
     # Both plans on one axis, so that the shorter step is the shorter drawing.
-    end = max(_end(each) for each in (plan, reference) if each is not None)
+    end = max(map(_end, [plan] if reference is None else [plan, reference]))
     return render(
         "plan.html",
         plan=plan,
@@ -80,13 +77,12 @@ def plan_page(plan: Plan, *, reference: Plan | None = None, source: str = "") ->
         time=_time_drawing(plan, shades, end),
         memory=memory_drawing(plan),
         reference_time=None if reference is None else _time_drawing(reference, shades, end),
-        shades=shades.legend(),
+        num_shades=NUM_SHADES,
         histogram=histogram(plan.original_lengths, plan.costs),
     )
 
 
-@dataclass(frozen=True)
-class _Shades:
+class _Shades(NamedTuple):
     """Costs to colours, evenly on a logarithmic scale up to the highest; what costs less than a 500th of it is pale."""
 
     low: float
@@ -105,17 +101,8 @@ class _Shades:
         part = np.log(cost / self.low) / np.log(self.high / self.low)
         return f"s{min(NUM_SHADES - 1, int(part * NUM_SHADES))}"
 
-    def legend(self) -> list[tuple[str, str]]:
-        """Per class, the highest cost it stands for, in per cent of the highest of all."""
-        if self.high <= self.low:
-            return [("s0", "every sequence costs the same")]
-        # The upper edge of shade k, as a part of the highest cost: the inverse of ``style``.
-        parts = (self.low / self.high) ** (1 - np.arange(1, NUM_SHADES + 1) / NUM_SHADES)
-        return [(f"s{k}", f"up to {100 * part:.3g} %") for k, part in enumerate(parts.tolist())]
 
-
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """The part of a plan that is drawn: these ranks, and the first microbatches."""
 
     ranks: list[int]
@@ -278,10 +265,6 @@ def _groups(pitch: np.ndarray, least: float) -> list[tuple[int, int]]:
         first = runs.pop()[0] if runs else first
         runs.append((first, len(pitch)))
     return runs
-
-
-_BUCKETS = 48
-_MAX_TICKS = 6
 
 
 class Bucket(NamedTuple):

@@ -213,12 +213,10 @@ def run_figures(runs: Sequence[Run]) -> list[list[str]]:
     """The table as text: a row per figure that any run has: its title, then each run's, then, for each run after the
     first, its difference from the first.
     """
-    rows = []
-    for figure in FIGURES:
-        told = [figure.text_of(run) for run in runs]
-        if any(told):
-            rows.append([figure.title, *told, *(figure.difference(run, runs[0]) for run in runs[1:])])
-    return rows
+    told = [
+        [each.title, *map(each.text_of, runs), *(each.difference(run, runs[0]) for run in runs[1:])] for each in FIGURES
+    ]
+    return [row for row in told if any(row[1:])]
 
 
 def run_record(run: Run) -> dict[str, Any]:
@@ -232,11 +230,8 @@ def run_record(run: Run) -> dict[str, Any]:
 def short_names(runs: Sequence[Run]) -> list[str]:
     """A short name of each run's folder; that of its parents before it as far as they are needed to tell runs apart."""
     parts = [run.folder.resolve().parts for run in runs]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(run.folder) for run in runs]
+    named = (["/".join(part[-depth:]) for part in parts] for depth in range(1, max(map(len, parts)) + 1))
+    return next((names for names in named if len({*names}) == len(names)), [str(run.folder) for run in runs])
 
 
 # The page.
