@@ -7,7 +7,7 @@ import pytest
 from ortools.sat.python import cp_model
 
 import ullage
-from ullage.datasets import WORKLOADS
+from ullage.datasets.lengths import CAPACITIES, WORKLOADS
 
 pytestmark = pytest.mark.property
 
@@ -115,6 +115,17 @@ def test_the_critical_path_is_near_its_bound_on_any_load(n: int, ranks: int, mos
     assert np.exp(np.mean(np.log(ratios))) <= most, rows
 
 
+@pytest.mark.parametrize(("n", "ranks", "most"), [(512, 8, 1.008), (4096, 32, 1.03)])
+def test_the_critical_path_is_near_its_bound_on_the_workloads(n: int, ranks: int, most: float) -> None:
+    ratios = []
+    for name, draw in WORKLOADS.items():
+        for seed in range(5):
+            found = ullage.plan(draw(n, seed), ranks=ranks, capacity=CAPACITIES[name]).statistics()
+            ratios.append(found.critical_path / found.critical_path_bound)
+    assert len(ratios) >= 30
+    assert np.exp(np.mean(np.log(ratios))) <= most, ratios
+
+
 @pytest.mark.parametrize(("n", "ranks"), [(512, 8), (500, 3), (700, 7), (4096, 32), (3000, 16)])
 def test_rank_totals_are_level_where_no_sequence_exceeds_the_mean(n: int, ranks: int) -> None:
     for name, (make, capacity) in LOADS.items():
@@ -122,7 +133,7 @@ def test_rank_totals_are_level_where_no_sequence_exceeds_the_mean(n: int, ranks:
             lengths = make(n, seed)
             found = ullage.plan(lengths, ranks=ranks, capacity=capacity, sync="step").statistics()
             if found.rank_imbalance_bound == 1:
-                assert found.rank_imbalance <= 1.001, (name, seed)
+                assert found.rank_imbalance <= 1.002, (name, seed)
 
 
 @pytest.mark.parametrize(("make", "n", "ranks", "capacity", "most"), [

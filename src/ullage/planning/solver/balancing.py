@@ -56,8 +56,8 @@ def _rank_by_rank(items: Items, room: Room, ranks: int, microbatches: int, homes
         bins = no_bins(n, ranks, len(room.limits))
         if not heaviest_first(items, bins, whole, 0, 1 << 40):
             continue
-        # Totals more than 0.1 % above the bound are not level: try another size.
-        if (bins.load.max() - bound) * 1000 > bound:
+        # Totals more than 0.2 % above the bound are not level: try another size.
+        if (bins.load.max() - bound) * 500 > bound:
             continue
         members, starts = rows(bins.home, ranks)
         fits = True
