@@ -59,7 +59,7 @@ RECORD = "ullage_run.json"
 #: Names of arguments that decide no numbers, by how they begin: another value is still the same run.
 FREE = re.compile(
     r"config$|output_dir|resume_|overwrite|stop_at|zero|deepspeed|[dct]p$|log|save|eval_(st|de|ac)|report_|run_|disable|"
-    r"data\w*_(num|pin|p)|use_cpu|push|hub|async|packing_(lost|ver|mem|peak)|trust|torch_comp"
+    r"data\w*_(num|pin|p)|use_cpu|push|hub|async|packing_(ver|mem|peak)|trust|torch_comp"
 )
 #: Settings of DeepSpeed that transformers fills in.
 FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
