@@ -13,7 +13,7 @@ import transformers
 import trl.scripts
 import yaml
 
-from tests.support import forked
+from tests.support import forked, picture_parts
 from tests.support.train_verb import history
 from tests.support.trl_cases import model, text, tokenizer
 from tests.support.trl_preferences import pairs, unpaired
@@ -271,6 +271,24 @@ def test_a_new_model_by_name_learns_chats_and_everything_saved_says_how_turns_en
     assert saved.eos_token == "<|im_end|>"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == saved.eos_token_id
     assert saved.apply_chat_template(rows[7]["messages"], return_dict=True)["input_ids"].count(saved.eos_token_id) == 2
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_trains_by_lora(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for part in (picture_parts.processor("llava"), picture_parts.model("llava")):
+        part.save_pretrained(tmp_path / "model")
+    for k in range(8):
+        picture_parts.picture(size=(16 + 8 * (k % 2), 16)).save(tmp_path / "pictures" / f"{k}.png")
+    chats = [said("user", "which?") + said("assistant", "red " * (k + 1)) for k in range(8)]
+    rows = [{"file_name": f"{k}.png", "messages": chat} for k, chat in enumerate(chats)]
+    jsonl(tmp_path / "pictures" / "metadata.jsonl", rows)
+    words = ["--dataset_name", "pictures", "--packing_capacity", 512, "--max_steps", 2, "--use_peft"]
+    words += ["--lora_target_modules", "all-linear"]
+    words += ["--model_name_or_path", "model", "--output_dir", "out", "--logging_steps", 1]
+    run(tmp_path, *COMMAND, "sft", *words, "--use_cpu", "--report_to", "none")
+    assert logged(tmp_path / "out", "padding_computed") == [[0], [0]]
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
 def test_chats_end_with_the_token_that_ends_the_turns_of_the_models_own_template(tmp_path):
