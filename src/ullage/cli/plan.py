@@ -79,7 +79,7 @@ def plan(
     from tqdm import tqdm
 
     from ullage.cli.writing import require_ours, write_output
-    from ullage.datasets.files import measured_lengths
+    from ullage.datasets.lengths import measured_lengths
     from ullage.planning import strategy_names
     from ullage.report.figures import cut, planned, summed
     from ullage.report.plan import plan_page

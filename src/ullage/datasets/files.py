@@ -12,10 +12,9 @@ from __future__ import annotations
 import glob
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,56 +62,6 @@ class Measured:
     column: str | None = None
     unit: str = "tokens"
     num_empty: int = 0
-
-
-def measured_lengths(
-    source: str, n: int | None = None, seed: int = 0, column: str | None = None, tokenizer: str | None = None
-) -> tuple[str, Measured, int | None]:
-    """A name for people, the lengths of what a command names, and the capacity that belongs to them, if any.
-
-    Args:
-        source: a file or a pattern of some, a mock distribution, the name of a workload, ``docstrings``, or ``-``.
-        n: how many; by default all of a file, 512 drawn.
-        seed: of what is drawn.
-        column: of a file, with lengths or text.
-        tokenizer: of text.
-    """
-    from ullage.datasets.lengths import CAPACITIES, WORKLOADS, mock_config, mock_lengths
-
-    drawn = n or 512
-    if source in WORKLOADS:
-        return source, Measured(WORKLOADS[source](drawn, seed)), CAPACITIES[source]
-    if source == "docstrings":
-        from ullage.datasets.text import docstring_lengths
-
-        return source, Measured(docstring_lengths(drawn, seed)), 8192
-    # Standard input is read once, before it is known whether it holds a distribution or lengths.
-    data = sys.stdin.buffer.read() if source == "-" else b""
-    is_inline = source.lstrip().startswith("{")
-    text = data.decode("utf-8", "replace")
-    if source.endswith(".json") and not is_inline:
-        text = read_text(source)
-    # JSON may be lengths or a distribution: an object with a "mode" is the latter.
-    if is_inline or (text.lstrip().startswith("{") and _has_mode(text)):
-        config = mock_config(text if data else source)
-        made = mock_lengths(config, n if config["mode"] == "file" else drawn, seed)
-        return f"mock {config['mode']}", Measured(made), config.get("max_seq_len")
-    if source == "-":
-        measured = read_stream(data, column, tokenizer)
-    elif not Path(source).suffix and not Path(source).exists():
-        raise InputError("no such file or workload", where=source, expected=f"a file, or one of {', '.join(WORKLOADS)}")
-    else:
-        measured = read_lengths(source, column, tokenizer)
-    name = "standard input" if source == "-" else Path(source).name
-    return name, replace(measured, lengths=measured.lengths[:n]), None
-
-
-def _has_mode(text: str) -> bool:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and "mode" in value
 
 
 def read_lengths(

@@ -26,8 +26,10 @@ import functools
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ import numpy as np
 
 from ullage.core.errors import InputError, require_int
 from ullage.core.layout import Int64
-from ullage.datasets.files import read_lengths, read_text
+from ullage.datasets.files import Measured, read_lengths, read_stream, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -245,6 +247,54 @@ CAPACITIES: dict[str, int] = {
     "pareto": 131072,
     "code": 8192,
 }
+
+
+def measured_lengths(
+    source: str, n: int | None = None, seed: int = 0, column: str | None = None, tokenizer: str | None = None
+) -> tuple[str, Measured, int | None]:
+    """A name for people, the lengths of what a command names, and the capacity that belongs to them, if any.
+
+    Args:
+        source: a file or a pattern of some, a mock distribution, the name of a workload, ``docstrings``, or ``-``.
+        n: how many; by default all of a file, 512 drawn.
+        seed: of what is drawn.
+        column: of a file, with lengths or text.
+        tokenizer: of text.
+    """
+    drawn = n or 512
+    if source in WORKLOADS:
+        return source, Measured(WORKLOADS[source](drawn, seed)), CAPACITIES[source]
+    if source == "docstrings":
+        from ullage.datasets.text import docstring_lengths
+
+        return source, Measured(docstring_lengths(drawn, seed)), 8192
+    # Standard input is read once, before it is known whether it holds a distribution or lengths.
+    data = sys.stdin.buffer.read() if source == "-" else b""
+    is_inline = source.lstrip().startswith("{")
+    text = data.decode("utf-8", "replace")
+    if source.endswith(".json") and not is_inline:
+        text = read_text(source)
+    # JSON may be lengths or a distribution: an object with a "mode" is the latter.
+    if is_inline or (text.lstrip().startswith("{") and _has_mode(text)):
+        config = mock_config(text if data else source)
+        made = mock_lengths(config, n if config["mode"] == "file" else drawn, seed)
+        return f"mock {config['mode']}", Measured(made), config.get("max_seq_len")
+    if source == "-":
+        measured = read_stream(data, column, tokenizer)
+    elif not Path(source).suffix and not Path(source).exists():
+        raise InputError("no such file or workload", where=source, expected=f"a file, or one of {', '.join(WORKLOADS)}")
+    else:
+        measured = read_lengths(source, column, tokenizer)
+    name = "standard input" if source == "-" else Path(source).name
+    return name, replace(measured, lengths=measured.lengths[:n]), None
+
+
+def _has_mode(text: str) -> bool:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "mode" in value
 
 
 class MockSamples:
