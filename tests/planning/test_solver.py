@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import ullage
 from tests.planning.test_planning_properties import instance
+from ullage.cli.interruption import STATUS, can_leave
 from ullage.core.extras import install_command
 from ullage.planning.solver import compiled, items
 from ullage.planning.solver.compiled import compile_all
@@ -102,7 +103,7 @@ def test_no_plan_waits_for_its_kernels(background, monkeypatch: pytest.MonkeyPat
     assert threading.current_thread().name != "ullage-solver"
     assert not compiled._COMPILED
     go.set()
-    for done in list(background._done.values()):
+    for done in list(background.done.values()):
         assert done.wait(300)
     kernels = dict(compiled._COMPILED)
     assert kernels, "the thread compiled what the plans asked for"
@@ -151,7 +152,7 @@ def test_a_kernel_that_cannot_be_compiled_runs_as_python(background, monkeypatch
     monkeypatch.setattr(compiled, "_compile", lambda function: 1 // 0)
     with caplog.at_level(logging.ERROR):
         plans = [ullage.plan(FOUR_HUNDRED, ranks=8, capacity=8192)]
-        for done in list(background._done.values()):
+        for done in list(background.done.values()):
             assert done.wait(60)
     assert "cannot be compiled, and runs as Python" in caplog.text
     plans.append(ullage.plan(FOUR_HUNDRED, ranks=8, capacity=8192))
@@ -166,7 +167,7 @@ def test_a_forked_process_compiles_unless_its_parent_was_at_it(background, monke
     """A lock of numba or LLVM that the parent's thread held is never released in the child."""
     monkeypatch.setattr(compiled, "_compile", lambda function: function)
     if at_work:
-        background._done[items.falling_order] = threading.Event()  # asked for, not done
+        background.done[items.falling_order] = threading.Event()  # asked for, not done
     else:
         assert background.ask(items.falling_order).wait(60)
     child = os.fork()
@@ -177,7 +178,7 @@ def test_a_forked_process_compiles_unless_its_parent_was_at_it(background, monke
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == (10 if at_work else 11)
     if at_work:
-        background._done[items.falling_order].set()
+        background.done[items.falling_order].set()
 
 
 def _run(code: str, cache: Path | None, **environment: str) -> subprocess.Popen[str]:
@@ -231,6 +232,13 @@ def _interrupted(code: str, cache: Path | None, after: float, **environment: str
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     return process.returncode, err, time.monotonic() - begin
+
+
+def test_an_interrupted_command_waits_for_no_kernel(background: compiled._Background) -> None:
+    assert can_leave(STATUS)
+    background.done[items.falling_order] = threading.Event()
+    assert [can_leave(STATUS), can_leave(0)] == [False, True]
+    background.done[items.falling_order].set()
 
 
 #: ``busy`` as soon as a plan's kernel is asked for.

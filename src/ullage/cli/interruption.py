@@ -61,8 +61,11 @@ def _leave(number: int, frame: Any) -> None:
 
 def can_leave(status: int) -> bool:
     """End the process groups. Returns whether the interpreter can end as well, with ``status`` as its status."""
+    # The interpreter waits for the kernel that is compiled, for seconds: not where the command was interrupted.
+    solver = sys.modules.get("ullage.planning.solver.compiled")
+    is_late = status == STATUS and solver is not None and solver.is_compiling()
     # Looked up, not imported: a verb that never loaded torch must not load it in order to end.
     ending = sys.modules.get("ullage.ranks.ending")
     if ending is None:  # nothing of this process talked to another one
-        return True
-    return ending.end_groups() if status == 0 else ending.end_groups(_AFTER_ERROR)
+        return not is_late
+    return (ending.end_groups() if status == 0 else ending.end_groups(_AFTER_ERROR)) and not is_late

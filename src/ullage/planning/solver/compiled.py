@@ -139,7 +139,7 @@ class _Background:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._done: dict[Callable[..., Any], threading.Event] = {}
+        self.done: dict[Callable[..., Any], threading.Event] = {}
         self._queue: queue.SimpleQueue[Callable[..., Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: Set to begin before the delay is over.
@@ -151,9 +151,9 @@ class _Background:
         """What is set as soon as ``function`` is compiled, or cannot be. ``now``: somebody waits for it."""
         if now:
             self._now.set()
-        done = self._done.get(function)
+        done = self.done.get(function)
         if done is None:
-            done = self._done.setdefault(function, threading.Event())
+            done = self.done.setdefault(function, threading.Event())
             self._queue.put(function)
         if self.has_ended:
             done.set()
@@ -172,7 +172,7 @@ class _Background:
                 return
             except Exception:
                 _LOG.exception("a part of the planner cannot be compiled, and runs as Python")
-            self._done[function].set()
+            self.done[function].set()
 
     def end(self) -> None:
         """Compile no more, and wait for the kernel at work: the process must not end under it."""
@@ -184,7 +184,7 @@ class _Background:
 
     def after_fork(self) -> None:
         """In a forked process, which has no such thread: start another, or none where this one was at work."""
-        was_at_work = not all(done.is_set() for done in self._done.values())
+        was_at_work = is_compiling()
         self.__init__()
         self.has_ended = was_at_work
 
@@ -197,6 +197,11 @@ _BACKGROUND = _Background()
 atexit.register(_BACKGROUND.end)
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_BACKGROUND.after_fork)
+
+
+def is_compiling() -> bool:
+    """Whether kernels are asked for that are not there yet."""
+    return not all(done.is_set() for done in list(_BACKGROUND.done.values()))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
