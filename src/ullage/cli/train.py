@@ -280,7 +280,7 @@ class Notes(EarlyEnd):
     begun = False  # whether a step of this process is done
 
     def __init__(self, folder: Path, record: dict[str, Any], stop: int | None) -> None:
-        self.path, self.record, self.last, Notes.begun = folder / RECORD, record, stop or math.inf, False
+        self.path, self.record, self.last = folder / RECORD, record, stop or math.inf
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         Notes.begun = Notes.begun or self.write()
@@ -422,6 +422,7 @@ def call(argv: Sequence[str]) -> int:
     said = Parser().said(argv)
     if "log_level" not in said:
         _hush()
+    Notes.begun = False
     try:
         return train_as_said(said)
     except UllageError:
