@@ -78,7 +78,7 @@ def test_a_run_whose_save_failed_goes_on_with_its_own_data_and_settings(data, wh
     no_file_grows(after=None)
     assert steps_saved(tmp_path) == [2]
     before = settings(tmp_path)
-    assert (before["data"], before["packing_capacity"], before["learning_rate"]) == ([str(data)], 128, 0.02)
+    assert (before["data"], before["packing_capacity"], before["learning_rate"]) == ([str(data)], "128", 0.02)
     capsys.readouterr()
     train("--output_dir", tmp_path, "--resume_from_checkpoint")
     said = capsys.readouterr().out
