@@ -20,10 +20,10 @@ BUDGET = {
     "exchange": 2200,
     "mixers": 4350,
     "models": 3550,
-    "planning": 4250,
+    "planning": 4300,
     "proofs": 1150,
     "ranks": 1200,
-    "report": 1550,
+    "report": 1500,
     "training": 14750,
 }
 
