@@ -104,5 +104,5 @@ def test_after_an_error_the_status_is_the_error_s(slowed, tmp_path, case):
 def test_a_run_of_the_command_ends_well(slowed, tmp_path, name):
     left = slowed.run(2, seed=1, train=[*RUNS[name], "--data", texts(tmp_path), "--output_dir", tmp_path / "out"])
     assert left.statuses == [0, 0], left.logs
-    said = "stopped as asked" if "stopped" in name else "Load it and let it write"
+    said = "stopped at step 1 of 2" if "stopped" in name else "model = AutoModelForCausalLM.from_pretrained("
     assert said in left.logs[0]
