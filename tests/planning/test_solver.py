@@ -312,6 +312,6 @@ def test_without_compiled_code_plans_are_the_same(without: str) -> None:
     *digests, number = out.split()
     assert number == "0"
     lengths = [[i % 900 + 1 for i in range(4096)], *([i * k % 90 + 1 for i in range(300)] for k in range(7, 12))]
-    options = [{"ranks": 32, "capacity": 4096}, *[{"ranks": 4, "capacity": 512}] * 5]
+    options: list[dict[str, Any]] = [{"ranks": 32, "capacity": 4096}, *[{"ranks": 4, "capacity": 512}] * 5]
     compile_all()
     assert digests == [ullage.plan(each, **how).digest for each, how in zip(lengths, options, strict=True)]
