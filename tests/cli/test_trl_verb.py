@@ -249,7 +249,7 @@ def test_data_here_need_no_hub_and_are_split_where_evaluations_are_asked_for(tmp
 
     monkeypatch.chdir(tmp_path)
     path = jsonl(tmp_path / "chats.jsonl", [{"messages": said("user", "a") + said("assistant", "b")}] * 40)
-    parsed = local(dataset_name=path, eval_strategy="epoch", output_dir="out")
+    parsed = local(dataset_name=path, model_name_or_path="gru-16", eval_strategy="epoch", output_dir="out")
     with _local(*parsed):
         found = datasets.load_dataset(str(path))
         assert {name: len(part) for name, part in found.items()} == {"train": 38, "test": 2}
