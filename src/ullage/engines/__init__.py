@@ -30,12 +30,12 @@ class _Framework(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        frameworks, framework = importlib.import_module(f"{__name__}.frameworks"), self.__name__.rpartition(".")[2]
-        found = {place.rpartition(".")[2]: ours for place, ours in frameworks.TABLE[framework].items()}
+        home, framework = importlib.import_module(f"{__name__}.frameworks"), self.__name__.rpartition(".")[2]
+        found = {place.rpartition(".")[2]: ours for place, ours in home.TABLE[framework].items()}
 
         def install() -> Any:
             """Replace this framework's functions, wherever it imported them; returns what was replaced."""
-            return frameworks.install(framework)
+            return home.install(framework)
 
         found["install"] = install
         if name not in found:

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import BatchSampler
 
 from ullage.core.layout import Integers, as_lengths
-from ullage.engines.replacing import Replacements
+from ullage.engines.replacing import Replacements, replace
 from ullage.planning.lists import bins
 
 
@@ -106,11 +106,13 @@ class MultipackBatchSampler(BatchSampler):
         return tokens / (len(rows) * self.batch_max_len) if rows else 0.0
 
 
+#: What stands in the place of axolotl's.
+REPLACED = {"axolotl.utils.samplers.multipack.MultipackBatchSampler": MultipackBatchSampler}
+
+
 def install() -> Replacements:
     """Replace the sampler, wherever it was imported."""
-    from ullage.engines import frameworks  # whose table names this module's sampler
-
-    return frameworks.install("axolotl")
+    return replace(REPLACED)
 
 
 def __getattr__(name: str) -> Any:

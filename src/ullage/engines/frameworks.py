@@ -16,9 +16,9 @@ from typing import Any
 
 from ullage.core.errors import InputError, require_one_of
 from ullage.core.layout import Integers, as_lengths
-from ullage.engines.axolotl import MultipackBatchSampler
+from ullage.engines import axolotl, verl
 from ullage.engines.replacing import Replacements, original, replace
-from ullage.engines.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
+from ullage.engines.verl import get_seqlen_balanced_partitions
 from ullage.planning.cost import Cost, TransformerCost
 from ullage.planning.lists import bins, partitions, schedule, work_of
 
@@ -276,10 +276,7 @@ def balance_by_squared_length(examples: Sequence[Mapping[str, Any]], num_groups:
 _BALANCE = "utils.seqlen_balancing"
 #: Framework -> dotted name of the function or method that is replaced -> what replaces it.
 TABLE: dict[str, dict[str, Any]] = {
-    "verl": {
-        f"verl.{_BALANCE}.get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
-        f"verl.{_BALANCE}.rearrange_micro_batches": rearrange_micro_batches,
-    },
+    "verl": verl.REPLACED,
     "nemo_rl": {"nemo_rl.data.packing.algorithms.get_packer": get_packer},
     "skyrl": {"skyrl.train.dataset.bin_packing.make_seq_packer": make_seq_packer},
     "openrlhf": {
@@ -302,7 +299,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "swift.dataset.packing.calculate_matched_group": calculate_matched_group,
         "swift.dataset.packing.PackingDataset.create_packed_idx": create_packed_idx,
     },
-    "axolotl": {"axolotl.utils.samplers.multipack.MultipackBatchSampler": MultipackBatchSampler},
+    "axolotl": axolotl.REPLACED,
     "llama_factory": {
         "llamafactory.data.processor.processor_utils.greedy_knapsack": greedy_knapsack,
         "llamafactory.data.processor.supervised.PackedSupervisedDatasetProcessor.preprocess_dataset": (

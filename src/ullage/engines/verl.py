@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ullage.core.errors import InputError, require_int
 from ullage.core.layout import Int64, as_lengths
-from ullage.engines.replacing import Replacements
+from ullage.engines.replacing import Replacements, replace
 from ullage.planning.cost import LINEAR_7B
 from ullage.planning.lists import Filling, partitions
 from ullage.planning.request import refuse_oversize
@@ -123,8 +123,13 @@ def _select(column: Any, rows: Sequence[int]) -> Any:
     return [column[i] for i in rows] if isinstance(column, list) else column
 
 
+#: What stands in the place of verl's.
+REPLACED = {
+    "verl.utils.seqlen_balancing.get_seqlen_balanced_partitions": get_seqlen_balanced_partitions,
+    "verl.utils.seqlen_balancing.rearrange_micro_batches": rearrange_micro_batches,
+}
+
+
 def install() -> Replacements:
     """Replace verl's functions, wherever they were imported."""
-    from ullage.engines import frameworks  # whose table names this module's functions
-
-    return frameworks.install("verl")
+    return replace(REPLACED)
