@@ -80,7 +80,7 @@ def test_csv_of_several_columns(tmp_path):
     (LOGNORMAL | {"min_seq_len": 4096}, "expected min_seq_len <= max_seq_len, found 4096 > 2048"),
     ("{broken", "is not JSON"),
     ("nowhere.json", "cannot be read (nowhere.json)"),
-    ({"mode": "file", "path": "nowhere.csv"}, "cannot be read (nowhere.csv)"),
+    ({"mode": "file", "path": "nowhere.csv"}, "no such file of lengths here (nowhere.csv)"),
     ([1], "must be a JSON object"),
 ])  # fmt: skip
 def test_bad_mock_configurations(config, message):

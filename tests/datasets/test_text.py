@@ -155,7 +155,7 @@ HOLE = "a row cannot be used (a.jsonl, line 2, column 'text'): expected a string
 NO_LINE = "a line is no JSON object (a.jsonl, line {}). Mend or remove it"
 #: A file, what it holds, and how the error begins.
 REFUSED = [
-    ("a.jsonl", "\n\n", "the data cannot be read (a.jsonl): found "),
+    ("a.jsonl", "\n\n", "the dataset is empty (a.jsonl)"),
     ("a.json", " []\n", "the data cannot be read (a.json): found "),
     ("a.csv", "text,b\n", EMPTY.format("a.csv")),
     ("a.txt", "\n \n", EMPTY.format("a.txt")),

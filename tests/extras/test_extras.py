@@ -50,7 +50,7 @@ CALLS = {
         f"reading data files needs datasets: {install_command('hf')}"
     ),
     "from ullage.datasets import byte_tokenizer; byte_tokenizer()": (
-        f"ullage.datasets.byte_tokenizer needs transformers: {install_command('hf')}"
+        f"ullage.datasets.byte_tokenizer needs tokenizers: {install_command('hf')}"
     ),
     "from ullage.checkpoint import read; read('s3://bucket/a')": "the driver of this URL is not installed",
 }

@@ -27,6 +27,8 @@ READ_AT_IMPORT = (
 #: What pytest's workers find imported.
 WORKERS = ["torch", "training", "trl", "megatron"]
 READ_LATER = (
+    "OMP_WAIT_POLICY",  # which the training verb sets where it is imported, as the next
+    "TORCH_CPP_LOG_LEVEL",
     "DS_ACCELERATOR",
     "TORCH_EXTENSIONS_DIR",
     "TORCHINDUCTOR_CACHE_DIR",  # which torch itself sets when it compiles

@@ -1,9 +1,13 @@
 """``ullage train`` in this process, and what its runs leave behind."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from tests.support import forked
 from ullage.cli.train import call
@@ -14,8 +18,16 @@ WIDE = {"COLUMNS": "100"}
 
 
 def train(*arguments: object) -> None:
-    """The verb without a start of Python."""
-    call([*map(str, arguments)])
+    """The verb without a start of Python, which leaves no variables, process group or state of accelerate's behind."""
+    before = dict(os.environ)
+    try:
+        call([*map(str, arguments)])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train_in(processes: int, folder: Path, *arguments: object, start: Any = forked.run, **environment: str) -> Any:

@@ -72,6 +72,10 @@ def load_rows(
         raise unreadable(sources, error) from error
     if not streaming and not len(table):
         raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
+    names = table.column_names or [""]
+    if options.get("keep_default_na") is False and "sep" not in options and len(names) == 1 and ";" in names[0]:
+        hint = "write it with commas, or with tabs as a .tsv file"
+        raise InputError("the columns of a .csv file are parted by commas", where=where, found=names[0][:60], hint=hint)
     return table
 
 
@@ -110,9 +114,9 @@ def refuse_slip(name: str, kind: str, known: Iterable[str] = (), *, must_exist: 
     known, folder = [*known], Path(name).parent
     if Path(name).exists() or name in known:
         return
-    here = [os.path.normpath(path) for path in folder.iterdir()] if folder.is_dir() else []
+    here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     # A name with a revision is the hub's for certain.
-    hint = None if "@" in name else near(name, [*here, *known])
+    hint = None if "@" in name else near(Path(name).name, here, folder) or near(name, known)
     if hint or must_exist or name.startswith((".", "/", "~")):
         raise InputError(f"there is no such {kind} here", where=name, hint=hint)
 
@@ -123,10 +127,10 @@ def revised(name: str, revisions: dict[str, str]) -> tuple[str, str | None]:
     return repository, revisions.get(name) or revision or None
 
 
-def near(word: object, names: Iterable[str]) -> str | None:
-    """The hint that names what a word may have meant, if anything."""
+def near(word: object, names: Iterable[str], folder: Path = Path()) -> str | None:
+    """The hint that names what a word may have meant, if anything; ``folder``: where the names are."""
     found = get_close_matches(str(word), sorted({*names}), n=2, cutoff=0.7)
-    return f"did you mean {' or '.join(found)}?" if found else None
+    return f"did you mean {' or '.join(str(folder / each) for each in found)}?" if found else None
 
 
 def row_place(sources: Sequence[str], row: int) -> str:
@@ -171,7 +175,25 @@ def unreadable(sources: Sequence[str], error: Exception) -> InputError:
                 bad = next((number for number, line in enumerate(file, 1) if not _is_row(line)), None)
             if bad is not None:
                 return InputError("a line is no JSON object", where=f"{name}, line {bad}", hint="mend or remove it")
+    if all(_is_empty(Path(name)) for name in sources):
+        return InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     return InputError("the data cannot be read", where=where, found=found)
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a file has no row, for which the readers have errors of many kinds."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() != ".parquet":
+        headings = path.suffix.lower() in (".csv", ".tsv")
+        with path.open("rb") as file:
+            return sum(1 for _ in islice(filter(bytes.strip, file), headings + 1)) <= headings
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return parquet.ParquetFile(path).metadata.num_rows == 0
+    except (OSError, ArrowException):
+        return False
 
 
 def _is_row(line: bytes) -> bool:

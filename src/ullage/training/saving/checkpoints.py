@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ullage.checkpoint.core.manifest import MANIFEST
 from ullage.checkpoint.core.paths import is_url
+from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER
 from ullage.core.errors import CheckpointError, InputError, first_line, listed
 from ullage.core.replacing import replaced
 from ullage.mixers.wrappers import bare
@@ -234,8 +235,12 @@ def load_renamed(model: Any, checkpoint: Path) -> bool:
 
     transformers keeps the experts of a layer in one tensor, and saves each by itself. Its Trainer loads by the names in
     memory, finds none, and would go on with the experts as they were drawn. Of a model with ``add_adapter`` it saves
-    the active adapter alone, and finds no model when it loads.
+    the active adapter alone, and finds no model when it loads. Raises ``CheckpointError`` for weights that
+    ``ullage.engines.fsdp`` has saved over its axes.
     """
+    if (checkpoint / MODEL_AND_OPTIMIZER).is_dir():
+        hint = f"give the axes again (--dp 1), or: ullage convert {checkpoint} OTHER/{checkpoint.name} --to trainer"
+        raise CheckpointError("this checkpoint was written over --dp, --cp or --tp", where=str(checkpoint), hint=hint)
     file = checkpoint / "adapter_model.safetensors"
     if has_added_adapters(model) and file.is_file():
         from peft import set_peft_model_state_dict
