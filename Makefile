@@ -63,7 +63,7 @@ CORE := tests/layout tests/cli/test_interruption.py $(addprefix tests/planning/t
 
 test-core:  ## the tests that need no PyTorch, in an environment without it: make test-core PYTHON=python3.13
 	test -x build/core/bin/python || $(PYTHON) -m venv build/core
-	build/core/bin/python -m pip install --quiet numpy jinja2 psutil pyyaml rich tqdm typer numba pytest hypothesis
+	build/core/bin/python -m pip install --quiet numpy jinja2 rich typer numba pytest hypothesis
 	build/core/bin/python -m compileall -q src
 	PYTHONPATH=src build/core/bin/python -m pytest $(CORE) -m 'not gpu' $(PYTEST_ARGS)
 

@@ -125,6 +125,7 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
 
 def test_a_run_keeps_its_global_batch_on_other_processes_unless_the_call_has_another(monkeypatch):
     before = {"batch": [4, 1, 4]}
+    monkeypatch.setenv("RANK", "0")
     calls = [
         (3, before, {}, 4),
         (3, before, {"per_device_train_batch_size": 2}, 6),

@@ -207,7 +207,8 @@ def test_the_table_says_what_pyproject_says():
 
 def test_the_core_brings_the_command_line_and_no_transformers():
     brought = core_packages()
-    assert {"torch", "numpy", "typer", "rich", "tqdm", "pyyaml", "jinja2", "psutil"} <= brought
+    assert {"torch", "numpy", "typer", "rich", "jinja2"} <= brought
+    assert not {"tqdm", "pyyaml", "psutil"} & brought  # those of [hf] bring them
     assert (
         not {package.name for package in MODULES.values() if package.name != "fsspec"} & brought
     )  # torch needs fsspec

@@ -15,7 +15,7 @@ BUDGET = {
     "checkpoint": 11650,
     "cli": 2150,
     "core": 2850,
-    "datasets": 2200,
+    "datasets": 2250,
     "engines": 4450,
     "exchange": 2200,
     "mixers": 4350,

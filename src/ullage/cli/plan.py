@@ -76,7 +76,8 @@ def plan(
     Prints the figures of the plan beside those of arrival order (next_fit), of padded batches, what no plan can beat,
     and the ideal. With several capacities, or several steps, prints a row for each capacity.
     """
-    from tqdm import tqdm
+    from rich.console import Console
+    from rich.progress import track
 
     from ullage.cli.writing import require_ours, write_output
     from ullage.datasets.lengths import measured_lengths
@@ -88,8 +89,7 @@ def plan(
     tokens, limits = _capacities(capacity or [])
     capacities = tokens or ([suggested] if suggested else [])
     if not capacities:
-        hint = f"pass --capacity; the longest is {int(measured.lengths.max())}"
-        raise UsageError("the capacity is missing", hint=hint)
+        raise UsageError("the capacity is missing", hint=f"pass --capacity; the longest is {measured.lengths.max()}")
     if steps is not None and global_batch_size is None:
         raise UsageError("--steps says nothing without the size of a step", hint="pass --global-batch-size")
     if strategy not in strategy_names():
@@ -120,10 +120,10 @@ def plan(
         found = f"{len(batches):,} steps at {len(capacities):,} capacities"
         hint = "pass one --capacity, and --steps 1 with --global-batch-size"
         raise UsageError("a page or a saved plan holds one step", found=found, hint=hint)
-    rows: list[Any] = []
+    rows, console = list[Any](), Console(stderr=True)
     for each in capacities:
         options = settings | {"capacity": each}
-        bar = tqdm(batches, desc=f"capacity {each:,}", unit="step", disable=None, leave=False)
+        bar = track(batches, f"capacity {each:,}", console=console, transient=True, disable=not console.is_terminal)
         try:
             rows.append(summed([planned(part, strategy, options | {"amounts": also}) for part, also in bar]))
         except UllageError as error:
@@ -209,9 +209,8 @@ def _say_capacities(
     if as_json:
         by_capacity = {row.capacity: dataclasses.asdict(row) for row in sums}
         by_capacity |= {each: {"capacity": each, "error": str(error)} for each, error in errors.items()}
-        listed = [by_capacity[each] for each in capacities]
-        told = {"ranks": settings["ranks"], "sync": settings["sync"], "capacities": listed}
-        typer.echo(json.dumps(_source(name, measured) | told, indent=2))
+        told = _source(name, measured) | {"ranks": settings["ranks"], "sync": settings["sync"]}
+        typer.echo(json.dumps(told | {"capacities": [by_capacity[each] for each in capacities]}, indent=2))
         return
     slots = f"{capacities[0]:,}" if len(rows) == 1 else "each capacity's"
     _say_source(name, measured, settings["ranks"], slots, settings["sync"])
