@@ -53,6 +53,8 @@ MODULES = {
     "safetensors": Package("safetensors", "hf", "0.5"),
     "huggingface_hub": Package("huggingface_hub", "hf"),
     "tokenizers": Package("tokenizers", "hf"),
+    "psutil": Package("psutil", "hf"),
+    "yaml": Package("pyyaml", "hf"),
     "pyarrow": Package("pyarrow", "hf"),
     "PIL": Package("pillow", "hf", "10"),
     "deepspeed": Package("deepspeed", "deepspeed", "0.19.4"),

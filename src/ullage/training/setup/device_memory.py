@@ -13,7 +13,6 @@ import os
 import re
 from pathlib import Path
 
-import psutil
 import torch
 
 from ullage.core.errors import InputError
@@ -116,6 +115,8 @@ def _status(name: str) -> int:
 
 def _free_here() -> int:
     """Bytes of memory free on this host, or in the container that this process runs in."""
+    import psutil  # which accelerate brings
+
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:
