@@ -23,7 +23,7 @@ COMMANDS = {
     "trian": "Did you mean",
     "train --data texts.jsonl --max_step 3": "unknown argument --max_step. Did you mean max_steps",
     "train texts.jsonl": "A value follows the name of its argument: --data texts.jsonl",
-    "train --data texts.jsonl --packing": "unknown argument --packing. Did you mean packing_",
+    "train --data texts.jsonl --packing": "unknown argument --packing",
     "train --data texts.jsonl --streaming": "--max_steps",
     "train --data texts.jsonl --lr fast": "invalid float value: 'fast'",
     "train --data texts.jsonl --epochs many": "invalid float value: 'many'",
