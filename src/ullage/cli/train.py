@@ -233,7 +233,7 @@ def record_of(said: dict[str, Any], folder: Path) -> dict[str, Any]:
     resume = str(said.get("resume_from_checkpoint", "auto"))
     path = (Path(resume).parent if Path(resume).is_dir() else folder) / RECORD
     is_new = said.get("overwrite_output_dir") or not path.is_file()
-    record = {} if is_new else {**json.loads(path.read_text()), "elsewhere": path.parent != folder}
+    record = {} if is_new else json.loads(path.read_text())
     there, here = record.get("settings", {}), decided(said)
     pairs = {name: (there.get(name), here.get(name)) for name in sorted({*there, *here})}
     changed = [f"{name} {before} there, {now} here" for name, (before, now) in pairs.items() if before != now]
@@ -344,10 +344,11 @@ def train_as_said(said: dict[str, Any]) -> int:
     folder = Path(said.get("output_dir", "runs/train"))
     record = record_of(said, folder)
     said = {**record.get("settings", {}), **said}
-    if not record.pop("elsewhere", False) and record.get("finished") and decided(said) == record["settings"]:
+    checkpoint = said.pop("resume_from_checkpoint", "auto")
+    is_last = checkpoint in ("auto", "true", "True", "last")
+    if is_last and record.get("finished") and decided(said) == record["settings"]:
         tell(f"{folder} holds this run, finished; --overwrite_output_dir starts over")
         return report(folder)
-    checkpoint = said.pop("resume_from_checkpoint", "auto")
     trainer, notes, sizes = prepared(said, {**record, "finished": False})
     if sizes.overwrite_output_dir and trainer.args.should_save:
         (folder / RECORD).unlink(missing_ok=True)
@@ -358,7 +359,7 @@ def train_as_said(said: dict[str, Any]) -> int:
     signalled = StopOnSignal(trainer, signals, at_once=lambda number: leave_at_once(128 + number))
     try:
         with signalled:
-            trainer.train(resume_from_checkpoint="auto" if checkpoint in ("true", "True", "last") else checkpoint)
+            trainer.train(resume_from_checkpoint="auto" if is_last else checkpoint)
     except RuntimeError as error:
         if not signalled.number or getattr(error, "exit_status", LOST) != LOST:
             raise
@@ -383,10 +384,9 @@ def report(folder: Path, code: bool = False) -> int:
     if _rank():
         return 0
     show_report(folder, None, None, False)
-    kind = json.loads((folder / "config.json").read_text())["model_type"]
-    own = "import ullage.models; " * (kind == RecurrentConfig.model_type)
+    is_ours = json.loads((folder / "config.json").read_text())["model_type"] == RecurrentConfig.model_type
     loaded = f".from_pretrained({str(folder)!r}{', trust_remote_code=True' * code})"
-    print(f"\n{own}from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f"\n{'import ullage.models; ' * is_ours}from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"model = AutoModelForCausalLM{loaded}\ntokenizer = AutoTokenizer{loaded}", flush=True)
     return 0
 

@@ -88,7 +88,9 @@ def needed_by(what: str, modules: Sequence[str] = ()) -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
         if module in MODULES and (is_missing or is_too_old(module)):
-            raise MissingExtraError.of(what, module) from error
+            missing = MissingExtraError.of(what, module)
+            missing.exit_status = getattr(error, "exit_status", missing.exit_status)
+            raise missing from error
         raise
 
 

@@ -1,13 +1,13 @@
 """Kernels: functions of integers and arrays that run as Python or, with the same result, compiled by numba.
 
-A kernel's annotations are its signature. The first problem of more than a few sequences starts a thread that compiles
-what is needed, callees first, or loads it from disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the user's cache
-folder where the source is read-only). It begins half a second later, so that a process of one plan ends without numba.
-Until a kernel is there, it runs as Python: no plan waits for it, unless it would take longer as Python. Both give the
-same plan: which one runs is a matter of time alone. Compiled code holds no interpreter lock, runs on the caller's
-thread, and does not reorder floating point, so that every machine computes the same. Without numba (``ullage[fast]``
-brings it), or with ``NUMBA_DISABLE_JIT=1``, all kernels run as Python. The loops that take longest there have a second
-form for it, made of numpy's own (:func:`compiled_from`).
+A kernel's annotations are its signature. The first problem of more than some two hundred sequences starts a thread that
+compiles what is needed, callees first, or loads it from disk (next to the source, in ``NUMBA_CACHE_DIR``, or in the
+user's cache folder where the source is read-only). It begins half a second later, so that a process of one plan ends
+without numba. Until a kernel is there, it runs as Python: no plan waits for it, unless it would take longer as Python.
+Both give the same plan: which one runs is a matter of time alone. Compiled code holds no interpreter lock, runs on the
+caller's thread, and does not reorder floating point, so that every machine computes the same. Without numba
+(``ullage[fast]`` brings it), or with ``NUMBA_DISABLE_JIT=1``, all kernels run as Python. The loops that take longest
+there have a second form for it, made of numpy's own (:func:`compiled_from`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from ullage.core.extras import install_command
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Work, in microseconds of plain Python, of the largest problem for which no kernel is compiled, and of the largest
+#: Work, in microseconds of plain Python, of the largest problem for which no kernel is compiled (numba and the kernels
+#: take 100 MB, which a training process with steps of a hundred sequences has better uses for), and of the largest
 #: one that never waits for it.
-_TINY, _SMALL = 2_000, 500_000
+_TINY, _SMALL = 10_000, 500_000
 #: Seconds within which kernels are loaded from disk, on a slow machine.
 _LOADED = 5.0
 #: Seconds after the first problem in which nothing is loaded yet.
