@@ -29,40 +29,6 @@ def test_no_gpu_is_said_in_one_line_and_nothing_is_written(monkeypatch, capsys):
     assert bench.main(["--cases", "attention"]) == 5
 
 
-def test_one_gpu_is_measured_where_there_are_several(monkeypatch, tmp_path):
-    """transformers' Trainer would take all that it sees, and the record is that of one."""
-    commands, asked = [], []
-
-    def case(command, **options):
-        commands.append(options["env"])
-        return subprocess.CompletedProcess(command, 1, "", "no more")
-
-    monkeypatch.setattr(bench, "choose", lambda on_cpu: sys.executable)
-    monkeypatch.setattr(bench.subprocess, "run", case)
-    monkeypatch.setattr(record, "machine", lambda gpu: asked.append(gpu) or {})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for visible in ("0", "3"):
-        assert bench.main(["--cases", "attention", "--out", str(tmp_path)]) == 1
-        assert commands[-1]["CUDA_VISIBLE_DEVICES"] == visible
-        assert commands[-1]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-        assert asked[-2:] == [visible, visible]
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-
-
-def test_a_repetition_has_calls_enough_and_not_too_many():
-    from benchmarks.gpu.measuring import calls_of
-
-    assert [calls_of(taken) for taken in (0.0, 0.4, 1.0, 49.0, 50.0, 900.0)] == [100, 100, 50, 2, 1, 1]
-
-
-@pytest.mark.parametrize("arguments", [["--cases", "attention,nonsense"], ["--device", "cpu"]])
-def test_wrong_usage_is_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        bench.main(arguments)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err
-
-
 def case(name, **way):
     ways = {"first": {"differs_by": 1e-4, "median_ms": 2.0, "tokens_per_second": 500.0, "peak_bytes": 2**21}, name: way}
     table = {"title": "T", "num_tokens": 1000, "padded_over_real": 2.5, "mixed_up_differs_by": 0.5, "ways": ways}

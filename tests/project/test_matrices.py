@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from tests.support.matrices import WHOLE, part
 
 
@@ -15,26 +13,17 @@ class Case:
         return self._mark if name == "matrix" else None
 
 
-def cases(name, count, mark):
-    return [Case(f"{name}[{i}]", mark) for i in range(count)]
+THIRD = SimpleNamespace(kwargs={})
 
 
-THIRD, HALF = SimpleNamespace(kwargs={}), SimpleNamespace(kwargs={"keep": 0.5})
-
-
-@pytest.mark.parametrize(("mark", "kept"), [(THIRD, 3), (HALF, 4), (None, 7)])
-def test_a_share_is_kept_in_order(mark, kept):
-    items = cases("a.py::test", 7, mark)
-    runs, left_out = part(items, "some commit")
-    assert len(runs) == kept
-    assert sorted(runs + left_out, key=items.index) == items
-    assert runs == sorted(runs, key=items.index)
+def cases(name, count):
+    return [Case(f"{name}[{i}]", THIRD) for i in range(count)]
 
 
 def test_the_seed_and_the_test_decide_which():
-    items = cases("a.py::first", 30, THIRD) + cases("a.py::second", 30, THIRD)
+    items = cases("a.py::first", 30) + cases("a.py::second", 30)
     names = [case.nodeid for case in part(items, "one")[0]]
-    assert names == [case.nodeid for case in part(cases("a.py::first", 30, THIRD) + items[30:], "one")[0]]
+    assert names == [case.nodeid for case in part(cases("a.py::first", 30) + items[30:], "one")[0]]
     assert names != [case.nodeid for case in part(items, "another")[0]]
     first, second = ([name.partition("[")[2] for name in names if test in name] for test in ("first", "second"))
     assert len(first) == len(second) == 10
@@ -42,6 +31,6 @@ def test_the_seed_and_the_test_decide_which():
 
 
 def test_in_time_every_case_runs():
-    items = cases("a.py::test", 12, THIRD)
+    items = cases("a.py::test", 12)
     assert {case for seed in range(60) for case in part(items, str(seed))[0]} == set(items)
     assert part(items, WHOLE) == (items, [])
