@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.forked import environment  # noqa: E402
 from ullage.report.run import Run, read_run  # noqa: E402
 
-WORKER = ROOT / "tests" / "support" / "host_worker.py"
+WORKER = ROOT / "benchmarks" / "host_worker.py"
 EVENTS = ("killed", "stopped", "dropped", "returning", "rendezvous")
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 STEPS, CLOSE, PORT = 40, 2e-6, 29511

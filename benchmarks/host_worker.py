@@ -1,6 +1,6 @@
 """A run that is started again and again on whatever ranks there are, and writes down which sequences each step took.
 
-    torchrun ... tests/support/host_worker.py FOLDER LAYOUT FORM STEPS
+    torchrun ... benchmarks/host_worker.py FOLDER LAYOUT FORM STEPS
 
 Layout: ddp, zero1, zero2, zero3, fsdp2. Form: packed, padded.
 """
