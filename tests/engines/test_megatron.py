@@ -18,6 +18,7 @@ from ullage.engines.megatron import (
     wrap_data_iterator,
 )
 from ullage.engines.megatron.samples import read_items
+from ullage.engines.megatron.scheduling import find_owners
 from ullage.engines.megatron.settings import Settings
 from ullage.engines.megatron.wrapping import _fill_up
 from ullage.ranks import Topology
@@ -186,6 +187,22 @@ def test_a_collection_without_a_group_is_named():
     with pytest.raises(InputError, match="lacks one"):
         Topology.from_megatron(SimpleNamespace(tp=None, pp=None, dp=None))
     assert Topology.from_megatron().world_size == 1
+
+
+def test_layers_that_carry_a_state_from_one_sequence_into_the_next_are_refused():
+    class MambaMixer(torch.nn.Module):
+        def forward(self, hidden, packed_seq_params=None):
+            return hidden
+
+    MambaMixer.__module__ = "megatron.core.ssm.mamba_mixer"
+    mixer, asked = MambaMixer(), SimpleNamespace(calculate_per_token_loss=True)
+    assert find_owners([torch.nn.Sequential(mixer)], asked, True, None) == "ends"
+    mixer.use_mem_eff_path = False
+    with pytest.raises(InputError, match=r"memory-efficient path .*\(0\)"):
+        find_owners([torch.nn.Sequential(mixer)], asked, True, None)
+    MambaMixer.forward = lambda self, hidden: hidden
+    with pytest.raises(InputError, match="carry their state from one sequence of a row into the next"):
+        find_owners([torch.nn.Sequential(mixer)], asked, True, None)
 
 
 def test_the_plan_is_kept():

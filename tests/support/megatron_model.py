@@ -10,47 +10,28 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.support.megatron_spec import packed_block_spec, packed_layer_spec
-from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing, packed_step
+from ullage.engines.megatron import get_batch_on_this_rank_for_sequence_packing
 
 VOCABULARY, LONGEST = 64, 64
 
 
-def config_of(tp=1, pp=1, cp=1, vpp=None, sp=False, scheduler="balanced", capacity=64, layers=8, **more):
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=64,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        sequence_parallel=sp,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        variable_seq_lengths=pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        calculate_per_token_loss=True,
-        batch_p2p_comm=not vpp,
-        overlap_p2p_comm=vpp is not None,
-        deallocate_pipeline_outputs=pp > 1,
-        max_seqlen_per_dp_cp_rank=capacity,
-        finalize_model_grads_func=finalize_model_grads,
-        **more,
-    )
-    config.sequence_packing_scheduler = scheduler
-    return config
+def config_of(tp=1, pp=1, cp=1, vpp=None, sp=False, layers=8, dtype=torch.float32, **more):
+    """As a script makes it, whose flags have no place for packing."""
+    return TransformerConfig(
+        num_layers=layers, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=64,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp, sequence_parallel=sp, params_dtype=dtype, pipeline_dtype=dtype,
+        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True, batch_p2p_comm=not vpp,
+        overlap_p2p_comm=vpp is not None, deallocate_pipeline_outputs=pp > 1,
+        finalize_model_grads_func=finalize_model_grads, **more,
+    )  # fmt: skip
 
 
 def build(config, wrapped=True):
@@ -58,21 +39,13 @@ def build(config, wrapped=True):
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         vp = stage if config.virtual_pipeline_model_parallel_size else None
+        mtp = get_gpt_mtp_block_spec(config, packed_layer_spec(config), False, vp) if config.mtp_num_layers else None
         model = GPTModel(
-            config,
-            packed_block_spec(config, vp),
-            VOCABULARY,
-            LONGEST,
+            config, packed_block_spec(config, vp), VOCABULARY, LONGEST, parallel_output=True,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp),
             post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp),
-            parallel_output=True,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            vp_stage=vp,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, packed_layer_spec(config), False, vp)
-            if config.mtp_num_layers
-            else None,
-        )
+            position_embedding_type="rope", share_embeddings_and_output_weights=False, vp_stage=vp, mtp_block_spec=mtp,
+        )  # fmt: skip
         draw(model)
         chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(), model) if wrapped else model)
     return chunks
@@ -154,7 +127,7 @@ def iterators_of(samples, config):
     """This rank's iterator over its part of the samples, in the form that the config wants, and how many it has."""
     dp, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
     mine = [samples[i] for i in range(rank, len(samples), dp)]
-    iterator = iter(mine) if owns_data(config) else None
+    iterator = RerunDataIterator(iter(mine)) if owns_data(config) else None
     virtual = config.virtual_pipeline_model_parallel_size
     if virtual:
         last = not state.is_pipeline_first_stage(ignore_virtual=True)
@@ -162,20 +135,19 @@ def iterators_of(samples, config):
     return iterator, len(mine)
 
 
-def run_step(chunks, samples, config):
-    """Forward and backward of one global batch: its mean loss over real tokens, and the step."""
+def run_step(chunks, samples, config, scheduler, evaluated=False):
+    """One global batch, packed by the scheduler: its mean loss over real tokens, and the step.
+
+    Forward and backward; forward alone if ``evaluated``.
+    """
     iterator, count = iterators_of(samples, config)
-    step = packed_step(iterator, config, count)
     virtual = config.virtual_pipeline_model_parallel_size
-    found = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, config=config),
-        data_iterator=step.data_iterator,
-        model=chunks,
-        num_microbatches=step.num_microbatches,
-        seq_length=LONGEST,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    with torch.set_grad_enabled(not evaluated):
+        found = scheduler(get_forward_backward_func())(
+            forward_step_func=partial(forward_step, config=config), data_iterator=iterator, model=chunks,
+            num_microbatches=count, seq_length=LONGEST, micro_batch_size=1, forward_only=evaluated,
+        )  # fmt: skip
+    step = scheduler.evaluation if evaluated else scheduler.step
     total = sum((part["loss"] for part in found), torch.zeros(2, dtype=torch.float64))
     dist.all_reduce(total, group=state.get_data_parallel_group(with_context_parallel=True))
     last = dist.get_process_group_ranks(state.get_pipeline_model_parallel_group())[-1]
