@@ -16,7 +16,6 @@ from tests.support.drawn_page import DrawnPage
 from ullage.checkpoint.core.inventory import Group, Inventory, Tensor, WrittenBy
 from ullage.checkpoint.core.problem import Problem
 from ullage.report.checkpoint import checkpoint_page, draw
-from ullage.report.drawing import size
 
 
 def group(lengths: list[int], ranks: int, names: list[str] | None = None, booked: tuple[int, ...] = ()) -> Group:
@@ -72,15 +71,6 @@ def test_names_are_escaped_and_problems_said() -> None:
     assert "a shard is missing (rank 3)" in text
 
 
-def test_one_tensor_is_said_as_one() -> None:
-    held = Inventory(Path("a"), "zero", WrittenBy(1, "b", dp=1), (), states("w")[:1], ())
-    assert "; 1 tensor, 60 bytes in 0 files)" in repr(held)
-
-
-def test_a_page_without_groups() -> None:
-    assert DrawnPage(page()).bars == []
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=30), st.integers(1, 40))
 def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[int], ranks: int) -> None:
@@ -123,15 +113,9 @@ def test_tensors_are_listed_with_their_states() -> None:
     assert '<details class="fold" open><summary>1 name</summary>' in page(group([5], 1), tensors=states("w"))
 
 
-def test_sizes_read_with_three_digits() -> None:
-    said = [size(n) for n in (0, 999, 1000, 12345, 999_499, 999_500, 3_000_000_000)]
-    assert said == ["0 B", "999 B", "1 kB", "12.3 kB", "999 kB", "1 MB", "3 GB"]
-
-
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1280, False)])
 def test_chromium_lays_it_out_without_overlap_or_overflow(tmp_path: Path, width: int, dark: bool) -> None:
     long = group([300, 5, 70, 1], 3, [f"model.decoder.layers.{i}.self_attn.{'q' * 60}_proj.weight" for i in range(4)])
     trouble = Problem("elements are in no fragment", "mp_rank_00/" + "x" * 90 + ".pt", parameter="q" * 90)

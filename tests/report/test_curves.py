@@ -107,24 +107,9 @@ def test_long_curves_are_drawn_as_means(number, thick):
     assert points[-1] > WIDTH - 1.5
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.0, "0 FLOP/s"),
-        (999.0, "999 FLOP/s"),
-        (999.6, "1 kFLOP/s"),
-        (1.516e7, "15.2 MFLOP/s"),
-        (9.89e14, "989 TFLOP/s"),
-    ],
-)
-def test_rates_are_read_with_three_digits(number, text):
-    assert rate(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 s"), (8.1e-4, "810 µs"), (0.0123, "12.3 ms"), (0.9999, "1 s"), (59.94, "59.9 s"), (59.96, "1 min 00 s"),
-     (3599.4, "59 min 59 s"), (3599.6, "1 h 00 min"), (4321, "1 h 12 min"), (math.nan, "nan")],
-)  # fmt: skip
-def test_times_are_read_in_their_unit(seconds, text):
-    assert duration(seconds) == text
+def test_rates_and_times_are_read_with_three_digits_in_their_unit():
+    rates = {0.0: "0 FLOP/s", 999.6: "1 kFLOP/s", 1.516e7: "15.2 MFLOP/s", 9.89e14: "989 TFLOP/s"}
+    assert {number: rate(number) for number in rates} == rates
+    times = {8.1e-4: "810 µs", 0.9999: "1 s", 59.94: "59.9 s", 59.96: "1 min 00 s", 3599.6: "1 h 00 min"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    assert duration(math.nan) == "nan"

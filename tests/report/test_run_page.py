@@ -127,31 +127,17 @@ def losses(*values: float) -> list[dict]:
     return [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
 
 
-def test_losses_that_are_not_numbers_are_gaps(tmp_path):
+def test_losses_that_are_not_numbers_are_gaps_and_what_cannot_be_drawn_is_said(tmp_path):
     page = run_page([read_run(write(tmp_path, losses(2.0, float("nan"), 1.0)))])
     assert "nan" not in page.partition("</style>")[2]
     assert "training: not finite in 1 of 3 logs, first at step 2" in page
     assert page.count("<polyline") == 1
+    page = run_page([read_run(write(tmp_path, losses(float("nan"))))])
+    assert page.count("<polyline") == 0
+    assert "No row has been logged yet" in run_page([read_run(write(tmp_path, []))])
+    assert "One step has been logged" in run_page([read_run(write(tmp_path, losses(2.0)))])
     record = run_record(read_run(write(tmp_path, losses(2.0, float("inf")))))
     assert json.loads(json.dumps(record, allow_nan=False))["last_loss"] is None
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([], "No row has been logged yet"),
-        ([2.0], "One step has been logged"),
-        ([2.0], "2.0000"),
-        ([NAN, NAN], "training: not finite in 2 of 2 logs, first at step 1"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said(tmp_path, values, said):
-    page = run_page([read_run(write(tmp_path, losses(*values)))])
-    assert said in page
-    assert page.count("<polyline") == 0
 
 
 def test_a_page_replaces_no_file_but_a_page(tmp_path, capsys):
@@ -175,24 +161,17 @@ def test_what_holds_no_run_is_refused(tmp_path, name):
 
 PEAKS = [
     ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-    ("NVIDIA H100 PCIe", "fp16", 756e12),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
     ("NVIDIA H100 80GB HBM3", "fp32", None),
     ("NVIDIA H200", "bf16", 989e12),
     ("NVIDIA H200 NVL", "bf16", 835e12),
-    ("NVIDIA GH200 480GB", "bf16", 989e12),
-    ("NVIDIA B200", "bf16", 2250e12),
-    ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
     ("NVIDIA A10", "bf16", 125e12),
     ("NVIDIA A10G", "bf16", None),
-    ("NVIDIA L40S", "bf16", 362e12),
     ("NVIDIA L4", "bf16", 121e12),
     ("Tesla V100-SXM2-16GB", "bf16", None),
     ("Tesla V100-SXM2-16GB", "fp16", 125e12),
     ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ("NVIDIA GeForce RTX 4090 D", "bf16", None),
-    ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
     ("AMD Instinct MI250X", "bf16", 191.5e12),
     ("some other device", "bf16", None),
 ]
@@ -232,8 +211,7 @@ def test_a_process_that_goes_on_from_a_checkpoint_is_another_layout():
 
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1280, False)])
 def test_chromium_lays_it_out_without_overlap_or_overflow(ran, tmp_path, width, dark):
     runs = [read_run(ran), read_run(ran.parent / "stopped")]
     (tmp_path / "0.html").write_text(run_page(runs[:1]), encoding="utf-8")
