@@ -123,15 +123,6 @@ def test_what_is_planned_for_ranks_arrives_whole(samples, ranks):
             equal_batches(got, want)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_text_has_no_items_and_no_keyword_of_them(lengths):
-    samples = [pictured(i, length) for i, length in enumerate(lengths)]
-    batch = RaggedBatch.from_samples(samples)
-    assert (batch.items, batch.per_item, batch.schema.per_item) == ({}, (), ())
-    assert "cu_seq_items" not in batch.to_flattened()
-    assert [row[-1] for row in batch.schema.to_list()] == [False, False, True]
-
-
 def test_samples_may_lack_images_in_any_way():
     pixels = torch.rand(2, 3)
     samples = [
@@ -153,10 +144,15 @@ def test_samples_may_lack_images_in_any_way():
         {"input_ids": [1], "image_id": 4, "image_sizes": [3, 4]},
         {"input_ids": [2], "image_id": 5, "image_sizes": [1, 2]},
     ]
-    assert set(RaggedBatch.from_samples(numbers, per_sequence=["image_sizes"]).per_sequence) == {
-        "image_id",
-        "image_sizes",
-    }
+    found = RaggedBatch.from_samples(numbers, per_sequence=["image_sizes"]).per_sequence
+    assert set(found) == {"image_id", "image_sizes"}
+    text = RaggedBatch.from_samples([{"input_ids": [1], "id": 0}])
+    assert (text.items, text.per_item, text.schema.per_item, "cu_seq_items" in text.to_flattened()) == (
+        {},
+        (),
+        (),
+        False,
+    )
     # Fields may be asked for that only some batches have.
     assert batch.select(["input_ids", "image_sizes"]).names == ("input_ids",)
     assert batch.placeholder().select(["frames", "input_ids"], per_item=["frames"]).names == ("input_ids",)
@@ -174,9 +170,15 @@ def test_floats_alone_are_cast_on_the_way_to_a_device():
         "pixel_values_videos": torch.float16,
     }
     assert moved.items == batch.items
+    # A batch shows its items beside its sequences.
+    assert "6 rows of pixel_values, 1 row of image_grid_thw" in repr(
+        RaggedBatch.from_samples([pictured(0, 4, [(2, 3)])])
+    )
+    assert "sequence 0: 6 rows" in batch._repr_html_()
 
 
 ROWS = torch.rand(3, 2)
+PADDED = {"input_ids": torch.ones(2, 2), "pixel_values": ROWS}
 
 
 @pytest.mark.parametrize(
@@ -193,20 +195,8 @@ ROWS = torch.rand(3, 2)
             "expected 4 elements",
         ),
         (lambda: RaggedBatch.from_samples([{"input_ids": [1], "image_x": [torch.ones(2), torch.ones(3)]}]), "[3]"),
-        (
-            lambda: RaggedBatch.from_samples([{"input_ids": [1], "pixel_values": ROWS}] * 1 + [{"labels": [1]}]),
-            "sample 1, field 'input_ids'",
-        ),
-        (
-            lambda: RaggedBatch.from_padded({"input_ids": torch.ones(2, 2), "pixel_values": ROWS}, torch.ones(2, 2)),
-            "items={'pixel_values': [rows of each of the 2 sequences]}",
-        ),
-        (
-            lambda: as_ragged(
-                {"input_ids": torch.ones(2, 2), "pixel_values": ROWS, "attention_mask": torch.ones(2, 2)}
-            ),
-            "nobody says which images",
-        ),
+        (lambda: RaggedBatch.from_padded(PADDED, torch.ones(2, 2)), "items={'pixel_values': [rows of each of the 2 "),
+        (lambda: as_ragged({**PADDED, "attention_mask": torch.ones(2, 2)}), "nobody says which images"),
         (lambda: shard(RaggedBatch.from_samples([pictured(0, 4, [(1, 1)])]), 2, 0), "context parallel"),
     ],
 )
@@ -227,11 +217,3 @@ def test_a_sequence_whose_images_would_be_cut_is_an_error_and_text_behind_them_i
     cut = [sample for batch in materialize(plan, samples, 0) for sample in batch.samples()]
     assert sorted(len(sample["input_ids"]) for sample in cut) == [3, 6]
     assert [len(sample["pixel_values"]) for sample in cut if "pixel_values" in sample] == [4]
-
-
-def test_a_batch_shows_its_items_beside_its_sequences():
-    batch = RaggedBatch.from_samples([pictured(0, 4, [(2, 3)]), pictured(1, 2)])
-    assert "6 rows of pixel_values, 1 row of image_grid_thw" in repr(batch)
-    shown = batch._repr_html_()
-    assert "sequence 0: 6 rows" in shown
-    assert "pixel_values" in shown

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ullage.core.errors import InputError
-from ullage.datasets.files import choose_column, read_lengths, read_stream
+from ullage.datasets.files import read_lengths, read_stream
 
 LENGTHS = [17, 5, 900, 5]
 
@@ -100,29 +100,20 @@ def test_a_column_that_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.npy", b"17\n5\n", ".npy file cannot be read"),
-    ("a.parquet", b"not parquet at all", "the data cannot be read (a.parquet)"),
     ("a.csv", b"PAR1 and so on", "the dataset is empty"),
     ("a.txt", b"\x93NUMPY\x01\x00", "can't decode byte"),
-    ("a.npy", b"\x93NUMPY\x01\x00v\x00", ".npy file cannot be read"),
-    ("a.xlsx", b"?", "ending is unknown"),
     ("a", b"?", "expected .npy, .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, found none"),
     ("a.txt", b"\n \n", "holds no lengths"),
     ("a.jsonl", b'{"length": 5}\n{"len": 5}\n', "a value is missing (a.jsonl, column length, row 1)"),
     ("a.jsonl", b'{"length": 5}\n7\n', "a line is no JSON object (a.jsonl, line 2)"),
     ("a.jsonl", b'{"length": 5}\n{"length": "x"}\n', "column length, row 1): found 'x'"),
-    ("a.jsonl", b'{"length": -5}\n', "must not be negative"),
-    ("a.jsonl", b'{"length": 2.5}\n', "must be integers"),
     ("a.jsonl", b'{"length": true}\n', "neither lengths nor tokens nor text"),
     ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "column text, row 1"),
     ("a.jsonl", b'{"a": 5, "b": 6}\n', "expected length, input_ids or text, found a, b"),
     ("a.txt", b"5 -7", "must not be negative (a.txt, item 1)"),
     ("a.txt", b"5 nan", "must be integers"),
-    ("a.txt", b"5 1e400", "must be integers"),
     ("a.csv", b"length\n5\nx\n", "column length, row 1): found 'x'"),
     ("a.csv", b"length\n5\nnan\n", "column length, row 1): found 'nan'"),
-    ("a.csv", b"length\nx\n", "found 'x'"),
-    ("a.csv", b"a,b\n1,2\n", "found a, b"),
-    ("a.csv", b"id;length\n1;2\n", "id;length"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
@@ -156,7 +147,6 @@ def test_bad_parquet(tmp_path):
         ({"length": [1, -2]}, "must not be negative"),
         ({"length": [1.5, 2.0]}, "must be integers"),
         ({"when": pa.array([0], pa.timestamp("s"))}, "neither lengths nor tokens nor text .*timestamp"),
-        ({"a": [1], "b": [2]}, "found a, b"),
         ({"length": pa.array([], pa.int64())}, "the dataset is empty"),
     ):
         with pytest.raises(InputError, match=message):
@@ -176,7 +166,6 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ([CHAT, CHAT], "messages"),
     ([[[1, 2]], [[3]]], "list"),
     ([[1, 2], [1.5]], "row 1.*found 1.5"),
-    ([["a"], ["b", "c"]], "row 0.*string"),
     ([[True], [False]], "row 0.*bool"),
     ([[1], [2, None]], "row 1.*found None"),
 ])  # fmt: skip
@@ -246,7 +235,6 @@ def test_folders_patterns_and_more_formats_give_the_same_lengths(tmp_path):
 @pytest.mark.parametrize(("values", "place"), [
     ([1, 1, None], "row 2"),
     ([1, 1, -1], "item 2"),
-    ([[1], [1], None], "row 2"),
     ([[1], [1], [None]], "row 2"),
     (["a", "a", None], "row 2"),
 ])  # fmt: skip
@@ -254,11 +242,3 @@ def test_a_bad_row_is_counted_from_the_beginning_of_the_file(tmp_path, values, p
     # Written two rows at a time.
     with pytest.raises(InputError, match=place):
         read_lengths(arrow(tmp_path / "a.arrow", pa.table({"length": values})))
-
-
-def test_a_table_of_many_columns_is_not_listed_whole():
-    names = [f"feature_{i}" for i in range(300)]
-    for column, message in ((None, "no single column holds"), ("text", "a column is missing")):
-        with pytest.raises(InputError, match=rf"{message}.* feature_15 and 284 more") as raised:
-            choose_column(names, column, "wide.csv")
-        assert "feature_16" not in str(raised.value)

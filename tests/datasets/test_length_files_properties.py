@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ullage
 from ullage.datasets.files import read_stream
-from ullage.report.plan import histogram, plan_page
+from ullage.report.plan import histogram, plan_page, token_label
 
 pytestmark = pytest.mark.property
 
@@ -45,6 +45,7 @@ def test_a_histogram_counts_each_sequence_once_and_stays_in_its_box(lengths, pow
     assert picture.buckets[0].start >= 0
     assert ends[-1] <= 100.01
     assert all(-0.01 <= tick.place <= 100.01 for tick in picture.ticks)
+    assert (token_label(512), token_label(131_072), token_label(1536)) == ("512", "128k", "1.5k")
 
 
 @settings(max_examples=25)

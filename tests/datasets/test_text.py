@@ -2,9 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -56,16 +53,6 @@ def test_the_corpus_is_of_very_unequal_lengths_and_each_text_is_there_once(corpu
     assert any("Return a shallow copy" in text for text in corpus)
 
 
-@pytest.mark.slow
-def test_the_corpus_imports_nothing():
-    script = (
-        "import sys; from ullage.datasets import docstrings; before = set(sys.modules); docstrings();"
-        "print([name for name in set(sys.modules) - before if not name.startswith('_sysconfigdata')])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_held_out_texts_do_not_depend_on_the_order_and_keep_it(corpus):
     training, held_out = split_held_out(corpus)
     assert sorted(training + held_out) == sorted(corpus)
@@ -81,11 +68,6 @@ def test_a_split_loses_nothing_and_never_takes_all(texts, fraction):
     assert sorted(training + held_out) == sorted(texts)
     assert not set(training) & set(held_out)
     assert training or not texts
-
-
-def test_a_split_of_everything_is_refused():
-    with pytest.raises(InputError, match="expected 0 <= fraction < 1, found 1"):
-        split_held_out(["a"], 1.0)
 
 
 TEXTS = ["one", "NA", "drei\nZeilen, mit Komma", "vier ♠"]
@@ -116,11 +98,8 @@ def test_each_kind_of_file_gives_its_texts_unchanged(tmp_path, ending):
     assert load_text(save(tmp_path, ending, TEXTS), "text") == TEXTS
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    assert load_text(write(tmp_path, "a.jsonl", '\ufeff{"text": "x"}\n')) == ["x"]
-
-
 def test_a_text_file_gives_its_lines_and_blank_ones_separate(tmp_path):
+    assert load_text(write(tmp_path, "a.jsonl", '\ufeff{"text": "x"}\n')) == ["x"]  # a byte order mark is no text
     assert load_text(write(tmp_path, "a.txt", "one\n\n  \ntwo\r\nthree")) == ["one", "two", "three"]
 
 
@@ -142,31 +121,19 @@ def test_what_has_been_tokenized_is_taken_with_its_labels_whatever_is_beside_it(
     assert load_text(path) == [[3, 4]]
 
 
-def test_nothing_stays_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    path = save(tmp_path, "jsonl", TEXTS)
-    load_text(path)
-    assert list(tmp_path.iterdir()) == [path]
-
-
 EMPTY = "the dataset is empty ({}): expected at least one sample, found none"
 HOLE = "a row cannot be used (a.jsonl, line 2, column 'text'): expected a string, found "
 NO_LINE = "a line is no JSON object (a.jsonl, line {}). Mend or remove it"
 #: A file, what it holds, and how the error begins.
 REFUSED = [
     ("a.jsonl", "\n\n", "the dataset is empty (a.jsonl)"),
-    ("a.json", " []\n", "the data cannot be read (a.json): found "),
     ("a.csv", "text,b\n", EMPTY.format("a.csv")),
-    ("a.txt", "\n \n", EMPTY.format("a.txt")),
     ("a.jsonl", '{"text": " "}\n{"text": ""}\n', EMPTY.format("a.jsonl")),
     ("a.jsonl", '{"text": "x"}\n{"text": null}\n', HOLE + "nothing"),
-    ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', HOLE + "5"),
     ("a.csv", "body,title\nx,y\n",
      "which column holds the texts? (a.csv): found body, title. Name it with --text_column"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n',
      "these rows are no texts (a.jsonl): found messages. Ullage trl sft --dataset_name "),
-    ("a.jsonl", "text,b\nx,y\n", NO_LINE.format(1)),
     ("a.jsonl", '{"text": "x"}\n{"text": \n', NO_LINE.format(2)),
     ("a.parquet", "text\nx\n", "the data cannot be read (a.parquet): found Parquet file size is 7 bytes, "),
     ("a.txt", "café".encode("latin-1"), "the data cannot be read (a.txt): found 'utf-8' codec can't decode byte 0xe9"),
@@ -232,16 +199,15 @@ def test_words_that_look_like_special_tokens_are_bytes(tokenizer, tmp_path):
 
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
+    row = tokenize(["abc"], again)[0]
+    row["labels"][0] = -100  # in memory of their own
+    assert row["input_ids"][0] != -100
     assert tokenize([text], again)[0]["input_ids"].tolist() == tokenize([text], tokenizer)[0]["input_ids"].tolist()
 
 
-def test_labels_are_not_the_same_memory_as_inputs(tokenizer):
-    row = tokenize(["abc"], tokenizer)[0]
-    row["labels"][0] = -100
-    assert row["input_ids"][0] != -100
-
-
-def test_nothing_to_tokenize(tokenizer):
+def test_nothing_to_tokenize_and_nothing_left_to_train_on(tokenizer):
+    with pytest.raises(InputError, match="expected 0 <= fraction < 1, found 1"):
+        split_held_out(["a"], 1.0)
     with pytest.raises(InputError, match="the dataset is empty: expected at least one sample, found none"):
         tokenize([], tokenizer)
     empty = r"a sample is empty \(sample 1\): expected at least one token, found length 0"
