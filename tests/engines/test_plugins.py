@@ -58,25 +58,18 @@ def packed(module, method):
 
 @pytest.mark.regression
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_replacement_holds_in_workers_that_the_framework_starts(packing, method, capfd):
+def test_a_replacement_holds_in_workers_that_the_framework_starts(packing, method, capfd, caplog):
     made = swift.install()
     assert made.places == [f"{MODULE}.PackingDataset.create_packed_idx", f"{MODULE}.calculate_matched_group"]
     assert swift.install().places == []
+    (record,) = caplog.records  # said once
+    assert (record.levelname, record.getMessage()[:27]) == ("WARNING", "ullage is active in process")
+    assert f"{MODULE}.calculate_matched_group" in record.getMessage()
     assert packed(packing, method) == [[0, 3], [1, 2]]
     # The spawned one says that it is active too; a forked one has what its parent said.
     assert capfd.readouterr().err.count("ullage is active in process") == (method == "spawn")
     made.undo()
     assert packed(packing, "fork") == [[0, 1, 2, 3]]
-
-
-def test_it_is_said_once_where_ours_is_active(packing, caplog):
-    made = [swift.install(), swift.install()]
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("ullage is active in process ")
-    assert f"{MODULE}.calculate_matched_group" in record.getMessage()
-    for each in made:
-        each.undo()
 
 
 def test_names_that_a_version_lacks_are_optional_all_others_are_not(packing):
@@ -131,6 +124,7 @@ def test_names_are_put_back_unless_they_changed_again():
     modules = {f"planted_{n}": types.ModuleType(f"planted_{n}") for n in range(3)}
     for module in modules.values():
         module.original = original
+    modules["planted_0"].by_another_name = original
     modules["planted_2"].original = other = lambda: None
     put = Replacements()
     sys.modules.update(modules)
@@ -140,9 +134,11 @@ def test_names_are_put_back_unless_they_changed_again():
         for name in modules:
             del sys.modules[name]
     assert [module.original for module in modules.values()] == [print, print, other]
+    assert modules["planted_0"].by_another_name is print
     modules["planted_1"].original = repr
     put.undo()
     assert [module.original for module in modules.values()] == [original, repr, other]
+    assert modules["planted_0"].by_another_name is original
 
 
 def test_verl_finds_the_plug_in():

@@ -64,22 +64,22 @@ def test_partitions_are_no_less_even_than_differencing(data, k, equal_size, most
         assert largest(values, parts) <= largest(values, karmarkar_karp(values, k, equal_size))
 
 
-@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
-def test_large_batches_by_workload(kind):
+def test_large_batches_by_workload():
     lengths = np.random.default_rng(0).lognormal(6.5, 1.1, 2048).astype(np.int64) + 1
     values = (24576 * lengths + lengths**2).tolist()
-    parts = get_seqlen_balanced_partitions(kind(values), 16, False)
+    parts = get_seqlen_balanced_partitions(values, 16, False)
     check_partitions(parts, 2048, 16)
     assert largest(values, parts) <= 1.0002 * max(max(values), sum(values) / 16)
 
 
 def test_partitions_that_cannot_be():
-    with pytest.raises(ValueError, match="fewer items than partitions: expected at least 3, found 2"):
-        get_seqlen_balanced_partitions([1, 2], 3, False)
-    with pytest.raises(ValueError, match="equal_size must divide the items: expected a multiple of 2, found 3"):
-        get_seqlen_balanced_partitions([1, 2, 3], 2, True)
-    with pytest.raises(ValueError, match="k_partitions must be an integer"):
-        get_seqlen_balanced_partitions([1, 2, 3], 0, False)
+    for given, k, equal, words in (
+        ([1, 2], 3, False, "fewer items than partitions: expected at least 3, found 2"),
+        ([1, 2, 3], 2, True, "equal_size must divide the items: expected a multiple of 2, found 3"),
+        ([1, 2, 3], 0, False, "k_partitions must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            get_seqlen_balanced_partitions(given, k, equal)
 
 
 def padded(lengths, width=None):
@@ -109,12 +109,9 @@ def check_rearranged(parts, lengths, capacity, group=1):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.integers(0, 64), min_size=1, max_size=24),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.one_of(st.none(), st.integers(0, 4)),
-    st.booleans(),
-)
+    st.lists(st.integers(0, 64), min_size=1, max_size=24), st.integers(1, 3), st.integers(1, 3),
+    st.one_of(st.none(), st.integers(0, 4)), st.booleans(),
+)  # fmt: skip
 def test_no_microbatch_is_over_its_cap(lengths, group, multiple, least, balance):
     lengths = lengths * group
     how = {"num_batches_divided_by": multiple, "min_num_micro_batch": least, "use_dynamic_bsz_balance": balance}
@@ -150,20 +147,18 @@ def test_rows_go_and_come_back(make):
         assert {m["step"] for m in micro} == {3}
 
 
-def test_the_padded_width_is_not_a_length():
+def test_what_cannot_be_rearranged_and_a_padded_width_that_is_no_length():
+    for lengths, how, words in (
+        ([3, 65], {}, r"does not fit into a microbatch \(sequence 1\).* found 65"),
+        ([3, 6], {"num_batches_divided_by": 4}, "fewer rows than microbatches: expected at least 4, found 2"),
+        ([3, 6, 4], {"force_group_size": 2}, "force_group_size must divide the batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rearrange_micro_batches(padded(lengths), 64, **how)
+    assert rearrange_micro_batches(padded([]), 64) == ([], [])
     _, parts = rearrange_micro_batches(padded([30, 10, 20], width=100), 40)
     check_rearranged(parts, [30, 10, 20], 40)
     assert len(parts) == 2
-
-
-def test_what_cannot_be_rearranged():
-    with pytest.raises(ValueError, match=r"does not fit into a microbatch \(sequence 1\).* found 65"):
-        rearrange_micro_batches(padded([3, 65]), 64)
-    with pytest.raises(ValueError, match="fewer rows than microbatches: expected at least 4, found 2"):
-        rearrange_micro_batches(padded([3, 6]), 64, num_batches_divided_by=4)
-    with pytest.raises(ValueError, match="force_group_size must divide the batch"):
-        rearrange_micro_batches(padded([3, 6, 4]), 64, force_group_size=2)
-    assert rearrange_micro_batches(padded([]), 64) == ([], [])
 
 
 def _on_each_rank(rank, world):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ullage
-from ullage.engines.replacing import replace
 from ullage.planning.lists import bins, partitions, schedule
 
 
@@ -34,13 +31,9 @@ LENGTHS = st.lists(st.integers(0, 24), min_size=1, max_size=20)
 
 @settings(max_examples=30, deadline=None)
 @given(
-    LENGTHS,
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(0, 5),
-    st.sampled_from(["balanced", "fewest", "next_fit"]),
-    st.integers(1, 3),
-)
+    LENGTHS, st.integers(1, 3), st.integers(1, 2), st.integers(0, 5),
+    st.sampled_from(["balanced", "fewest", "next_fit"]), st.integers(1, 3),
+)  # fmt: skip
 def test_every_sequence_has_a_bin_and_what_is_too_long_is_alone(lengths, ranks, multiple, least, order, size):
     groups = [i // size for i in range(len(lengths))]
     how = {"ranks": ranks, "multiple": multiple, "least": least, "order": order, "groups": groups}
@@ -129,24 +122,19 @@ def test_work_may_be_numbers_or_a_model():
         bins(lengths, 8, work=[1, 2])
 
 
-def test_one_rank_has_even_bins():
-    found = bins([8, 2, 2, 2, 1, 1], 16, least=2)
-    assert found == [[0], [1, 2, 3, 4, 5]]
+def test_one_rank_has_even_bins_and_arguments_do_not_contradict():
+    assert bins([8, 2, 2, 2, 1, 1], 16, least=2) == [[0], [1, 2, 3, 4, 5]]
     assert bins([], 8) == []
-    assert bins([1], 8) == [[0]]
     assert bins([3, 3], 8, order="next_fit", least=2) == [[0], [1]]
     assert bins([1] * 5, 8, max_sequences=2, order="fewest") == [[0, 3], [1, 4], [2]]
-
-
-def test_arguments_that_contradict():
-    with pytest.raises(ValueError, match="groups and a limit of sequences"):
-        bins([1], 8, groups=[0], max_sequences=2)
-    with pytest.raises(ValueError, match="oversize"):
-        bins([1], 8, oversize="drop")
-    with pytest.raises(ValueError, match="order"):
-        bins([1], 8, order="random")
-    with pytest.raises(ValueError, match="the capacity must be an integer"):
-        bins([1], 0)
+    for how, words in (
+        ({"groups": [0], "max_sequences": 2}, "groups and a limit of sequences"),
+        ({"oversize": "drop"}, "oversize"),
+        ({"order": "random"}, "order"),
+        ({"cap": 0}, "the capacity must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            bins([1], how.pop("cap", 8), **how)
 
 
 def smallest_largest(values, k):
@@ -188,32 +176,3 @@ def test_partitions_keep_groups_and_take_every_kind_of_list():
     }.items():
         with pytest.raises(ValueError, match=message):
             partitions(list(bad), 1)
-
-
-@pytest.fixture
-def framework():
-    """A package with a function, a module that imported it by name, and one that comes later."""
-    names = ["made_up", "made_up.balancing", "made_up.trainer"]
-    for name in names:
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["made_up.balancing"].divide = sys.modules["made_up.trainer"].divide_rows = original = lambda: "theirs"
-    yield original
-    for name in names:
-        del sys.modules[name]
-
-
-def test_a_function_is_replaced_wherever_it_was_imported(framework):
-    def ours():
-        return "ours"
-
-    done = replace({"made_up.balancing.divide": ours})
-    assert done.places == ["made_up.balancing.divide", "made_up.trainer.divide_rows"]
-    assert sys.modules["made_up.trainer"].divide_rows is ours
-    assert replace({"made_up.balancing.divide": ours}).places == []
-    done.undo()
-    assert sys.modules["made_up.balancing"].divide is sys.modules["made_up.trainer"].divide_rows is framework
-    with pytest.raises(ValueError, match=r"made_up\.balancing\.gone"):
-        replace({"made_up.balancing.divide": ours, "made_up.balancing.gone": ours})
-    assert sys.modules["made_up.balancing"].divide is framework  # nothing was changed
-    with pytest.raises(ValueError, match=r"No module named 'made_up\.other'"):
-        replace({"made_up.other.divide": ours})
