@@ -1,20 +1,18 @@
 """Packed training with a capacity that is found, then with the same number; run by torchrun.
 
-``capacity_script.py FOLDER '[0, 1, 3]'``: at these ZeRO stages; with none, how much memory the steps really take.
+``capacity_script.py FOLDER '[[0], [3]]'``: at these ZeRO stages; "memory": how much of it the steps really take.
 """
 
-import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import psutil
 from transformers import TrainerCallback
 
 from tests.support import packing_script
-from tests.support.packing_script import leave
-from tests.support.small_runs import logged
+from tests.support.small_runs import logged, serve
+from ullage.core.replacing import replaced
 from ullage.training.setup.device_memory import DeviceMemory
 
 LENGTHS = [300, 40, 170, 290, 7, 120, 260, 33, 300, 1, 90, 210] * 3
@@ -60,15 +58,15 @@ def real_peak(folder):
     return {**found, "allowed": allowed, "peaks": [peak - allowed for peak in peaks]}
 
 
-if __name__ == "__main__":
-    folder, results = sys.argv[1], {}
-    for stage in json.loads(sys.argv[2]):
-        # Rank 1 may hold less: by itself it would find another number.
-        size = (8 if os.environ.get("RANK") == "1" else 10) * 2**20
-        limit, DeviceMemory.limit = DeviceMemory.limit, lambda memory, given, size=size: memory.ground + size
+def found_and_given(folder, stage):
+    """A run whose capacity is found, and one with the number. Rank 1 may hold less: by itself it would find another."""
+    if stage == "memory":
+        return real_peak(folder)
+    size = (8 if os.environ.get("RANK") == "1" else 10) * 2**20
+    with replaced(DeviceMemory, "limit", lambda memory, given: memory.ground + size):
         found = train(folder, stage)
-        DeviceMemory.limit = limit
-        results[str(stage)] = [found, train(folder, stage, packing_capacity=found["capacity"])]
-    if not results:
-        results = real_peak(folder)
-    leave(folder, results)
+    return [found, train(folder, stage, packing_capacity=found["capacity"])]
+
+
+if __name__ == "__main__":
+    serve(found_and_given)

@@ -3,9 +3,7 @@
 ``kind``: one of ``MAKERS``. ``environ``: variables for this case. The other options are those of the arguments.
 """
 
-import json
 import os
-import sys
 
 import torch
 from accelerate import ParallelismConfig
@@ -14,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, TrainerCallback
 
 from tests.support import packing_script, trl_cases
-from tests.support.small_runs import local_bytes, logged, quiet
-from ullage import InputError
+from tests.support.small_runs import local_bytes, logged, quiet, serve
 from ullage.core.errors import UllageError
 from ullage.training import RaggedCollator, Trainer
 
@@ -121,8 +118,6 @@ def run(folder, kind="llama", resume=None, first=False, saved=None, environ=(), 
             "sharded": isinstance(trainer.model, FSDPModule),
             "kept": sorted(name for name in ENVIRON if name in os.environ),
         }
-    except UllageError as error:
-        return {"error": f"{type(error).__name__}: {error}", "refused": isinstance(error, InputError)}
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -131,5 +126,4 @@ def run(folder, kind="llama", resume=None, first=False, saved=None, environ=(), 
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    packing_script.leave(folder, {case: run(f"{folder}/{case}", **options) for case, options in cases.items()})
+    serve(lambda folder, case, **options: run(f"{folder}/{case}", **options), UllageError)

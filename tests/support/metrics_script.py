@@ -1,16 +1,14 @@
 """What ``compute_metrics`` gets, from several models and ways of asking; run by torchrun. ``metrics_script.py FOLDER``."""
 
 import os
-import sys
 
 import numpy as np
 import torch
 import transformers as hf
 
 from tests.support import story
-from tests.support.packing_script import leave
 from tests.support.processes import raised
-from tests.support.small_runs import quiet
+from tests.support.small_runs import quiet, serve
 from ullage.datasets import byte_tokenizer
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, Trainer
@@ -148,5 +146,4 @@ def faults(folder):
 
 
 if __name__ == "__main__":
-    folder = sys.argv[1]
-    leave(folder, {**everything(folder), "faults": faults(folder)})
+    serve(lambda folder: {**everything(folder), "faults": faults(folder)})

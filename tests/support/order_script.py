@@ -3,17 +3,15 @@
 ``python order_script.py FOLDER CASES``: each rank of a launcher leaves what its runs found.
 """
 
-import json
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader, Sampler
 
-from tests.support.small_runs import quiet, said_by_ullage
+from tests.support.shared_script import Stop
+from tests.support.small_runs import quiet, said_by_ullage, serve
+from tests.support.story import Stream
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, Trainer
 
@@ -30,11 +28,6 @@ class OwnSampler(Sampler):
 
     def __iter__(self):
         return iter(torch.randperm(NUMBER).tolist())
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(ROWS)
 
 
 class Noting(Trainer):
@@ -59,14 +52,6 @@ class WithOwnSampler(Noting):
 class WithOwnLoader(Noting):
     def get_train_dataloader(self):
         return DataLoader(ROWS, BATCH, shuffle=True, collate_fn=RaggedCollator())
-
-
-class Stop(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **others):
-        control.should_training_stop = state.global_step == self.step
 
 
 KINDS = {
@@ -94,7 +79,7 @@ def interrupted(folder, kind, epoch, packed=False):
         model = RecurrentForCausalLM(RecurrentConfig(vocab_size=64, hidden_size=8, pad_token_id=0))
         arguments = quiet(folder, num_train_epochs=3, per_device_train_batch_size=BATCH, save_strategy="steps",
                           save_steps=stop, logging_strategy="no", seed=3, **options)  # fmt: skip
-        made = trainer(model, arguments, RaggedCollator(), Stream() if kind == "stream" else ROWS)
+        made = trainer(model, arguments, RaggedCollator(), Stream(ROWS) if kind == "stream" else ROWS)
         made.add_callback(Stop(per_epoch * (epoch + 1) if resume else stop))
         with said_by_ullage() as said:
             made.train(resume_from_checkpoint=resume)
@@ -105,6 +90,4 @@ def interrupted(folder, kind, epoch, packed=False):
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    found = [interrupted(place / f"run{k}", *case) for k, case in enumerate(json.loads(sys.argv[2]))]
-    (place / f"results{os.environ['RANK']}.json").write_text(json.dumps(found))
+    serve(lambda folder, kind, *case: interrupted(f"{folder}/{kind}", kind, *case))

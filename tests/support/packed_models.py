@@ -3,15 +3,13 @@
 ``CASES``: a list of ``[family, stage, packed]``; the losses and gradient norms of each go to ``results<rank>.json``.
 """
 
-import json
 import os
-import sys
 
 import torch
 import transformers as hf
 
-from tests.support.packing_script import leave, zero
-from tests.support.small_runs import packed_steps
+from tests.support.packing_script import zero
+from tests.support.small_runs import STEADY, losses, packed_steps, quiet, serve
 from ullage.training import (
     RaggedCollator,
     Seq2SeqCollator,
@@ -171,15 +169,14 @@ def make_trainer(family, folder, *, packed, stage=0, model=None, steps=STEPS[:5]
         arguments = Seq2SeqTrainingArguments
         options = {"predict_with_generate": True, "generation_max_length": 6, **options}
     options = {
-        "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3, "max_steps": len(steps),
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "save_strategy": "no", "optim": "sgd", "train_sampling_strategy": "sequential",
+        **STEADY, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3, "max_steps": len(steps),
+        "optim": "sgd",
         "packing_plan_strategy": "next_fit", "packing_capacity": (CAPACITY + 2 * is_pair) if packed else None,
         "deepspeed": zero(stage) if stage else None, "dataloader_drop_last": False, **options,
     }  # fmt: skip
     return (Seq2SeqTrainer if is_pair else Trainer)(
         make_model(family) if model is None else model,
-        arguments(folder, **options),
+        quiet(folder, arguments, **options),
         data_collator=Seq2SeqCollator() if is_pair else RaggedCollator(per_sequence=by_sequence),
         train_dataset=make_samples(family, steps),
         eval_dataset=make_samples(family, STEPS[:1]),
@@ -193,7 +190,7 @@ def run(family, folder, stage=0, packed=True, **options):
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
-        "losses": [entry["loss"] for entry in logged],
+        "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logged],
         "eval_loss": trainer.evaluate()["eval_loss"],
         "real": [[microbatch.numel() for microbatch in step.microbatches] for step in steps],
@@ -209,5 +206,4 @@ def largest_difference(found, expected):
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, [run(family, folder, stage, packed) for family, stage, packed in cases])
+    serve(lambda folder, family, stage, packed: run(family, folder, stage, packed))

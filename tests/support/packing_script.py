@@ -3,19 +3,17 @@
 Options are those of the arguments, and ``data``: a name of ``DATA``, by rank. A list under ``by_rank`` gives each rank its own.
 """
 
-import json
 import os
-import sys
 
 import torch
 import transformers as hf
 
 from tests.support import own_losses, story
-from tests.support.small_runs import packed_steps, said_by_ullage
+from tests.support.small_runs import STEADY, losses, packed_steps, quiet, said_by_ullage, serve
 from ullage.core.errors import UllageError
 from ullage.core.replacing import replaced
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
-from ullage.training import RaggedCollator, TrainingArguments
+from ullage.training import RaggedCollator
 from ullage.training.loss.lazy_logits import HeadCall
 
 VOCAB = 61
@@ -127,17 +125,14 @@ def make_trainer(
 ):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     options = {
-        "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
-        "max_steps": 5, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
-        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential", "ddp_timeout": 120,
-        "deepspeed": zero(stage) if stage else None, **options,
+        **STEADY, "packing_capacity": 128, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 3,
+        "max_steps": 5, "deepspeed": zero(stage) if stage else None, **options,
         **{option: values[rank] for option, values in (by_rank or {}).items()},
     }  # fmt: skip
     samples = DATA[data or "lengths"](rank) if samples is None else samples
     return own_losses.ALL[trainer](
         make_model(name),
-        TrainingArguments(folder, **options),
+        quiet(folder, **options),
         data_collator=collator or RaggedCollator(labels_from="input_ids"),
         train_dataset=samples,
         eval_dataset=make_samples(LENGTHS[:7]),
@@ -155,7 +150,7 @@ def run(name, folder, stage=0, resume=None, **options):
         metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
-        "losses": [entry["loss"] for entry in logged],
+        "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logged],
         "eval_loss": trainer.evaluate()["eval_loss"],
         "real": [sum(len(microbatch) > 0 for microbatch in step.microbatches) for step in steps],
@@ -170,22 +165,5 @@ def run(name, folder, stage=0, resume=None, **options):
     }
 
 
-def run_or_fail(name, folder, stage, **options):
-    """What :func:`run` returns, or the error of a run that is refused."""
-    try:
-        return run(name, folder, stage, **options)
-    except UllageError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def leave(folder, results):
-    """Write this rank's results and end its process group."""
-    with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
-        json.dump(results, file)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, [run_or_fail(name, folder, stage, **options) for name, stage, options in cases])
+    serve(lambda folder, name, stage, **options: run(name, folder, stage, **options), UllageError)

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +16,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from maintenance.pictures import picture_samples
 from maintenance.tiny import tiny_model
-from tests.support.packing_script import leave, zero
-from tests.support.small_runs import logged, quiet
+from tests.support.packing_script import zero
+from tests.support.small_runs import STEADY, logged, quiet, serve
 from ullage.core.errors import InputError
 from ullage.mixers.items import alone_form
 from ullage.mixers.packed_model import way_of
@@ -145,9 +143,9 @@ def run(kind: str, leak: str | None, first: str, folder: Any, stage: int = 0, **
     unset_hf_deepspeed_config()  # of the case before
     model, data = make(kind, leak), samples(kind, first)
     arguments = quiet(
-        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, learning_rate=RATE, optim="adamw_torch",
-        lr_scheduler_type="constant", max_grad_norm=1.0, train_sampling_strategy="sequential", ddp_timeout=120,
-        remove_unused_columns=False, deepspeed=zero(stage) if stage else None, **{"packing_capacity": 256, **options},
+        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, max_grad_norm=1.0,
+        remove_unused_columns=False, deepspeed=zero(stage) if stage else None,
+        **{**STEADY, "learning_rate": RATE, "packing_capacity": 256, **options},
     )  # fmt: skip
     ways: list[str] = []
     try:
@@ -177,5 +175,4 @@ def off(found: dict[str, Any], kind: str, leak: str | None, first: str) -> float
 
 
 if __name__ == "__main__":
-    cases = json.loads(sys.argv[2])
-    leave(sys.argv[1], [run(kind, leak, first, sys.argv[1], **options) for kind, leak, first, options in cases])
+    serve(lambda folder, kind, leak, first, **options: run(kind, leak, first, folder, **options))

@@ -1,15 +1,15 @@
 """Five steps of tiny models that see images: packed, padded, and one sequence after another; run by torchrun.
 
-``picture_types.py FOLDER '[[model type, options], ...]'``. Samples come from the configuration alone, the same on every
-rank: with no image, one and many, of very unequal sizes, and clips where the type takes them. Some steps have one
-sequence with images, so that a rank has text alone.
+``picture_types.py FOLDER '[[model type, options], ...]'``: options are those of the arguments, ``stage`` of ZeRO,
+``trains``: what of the model is trained, and ``text_step``: one step is of text alone. Samples come from the configuration
+alone, the same on every rank: with no image, one and many, of very unequal sizes, and clips where the type takes them.
+Some steps have one sequence with images, so that a rank has text alone.
 """
 
-import json
 import os
-import sys
 
 import numpy as np
+import peft
 import torch
 from torch import nn
 from transformers import AutoConfig
@@ -17,8 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from maintenance.pictures import picture_samples, takes_clips
 from maintenance.tiny import tiny_model
-from tests.support.packing_script import leave, zero
-from tests.support.small_runs import logged, packed_steps, quiet
+from tests.support.packing_script import zero
+from tests.support.small_runs import STEADY, logged, packed_steps, quiet, serve
 from ullage.core.columns import fill_value, is_media
 from ullage.mixers.items import alone_form, has_rows_of_items, seen_tiles
 from ullage.training import RaggedCollator, Trainer
@@ -35,18 +35,31 @@ SIZES = ((2, 2), (12, 14), (4, 6), (2, 16), (8, 2))
 IMAGES = ((0, 1, 5, 0), (2, 0, 0, 0), (0, 3, 1, 1), (0, 0, 0, 4), (1, 0, 6, 2))
 
 
-def made(model_type, seed=0):
-    """A tiny model in training mode, and the samples of all steps."""
+def made(model_type, seed=0, trains="all", text_step=False):
+    """A tiny model in training mode, the same as a Trainer gets it, and the samples of all steps.
+
+    ``trains``: "all", "text" (a frozen tower), "adapters of text" or "adapters of the tower".
+    """
     if model_type == "pixtral":
         # Pixtral is a LLaVA with a tower and a text of its own.
         parts = {"vision_config": {"model_type": "pixtral"}, "text_config": {"model_type": "mistral"}}
         model_type = AutoConfig.for_model("llava", **parts, vision_feature_select_strategy="full")
     model = tiny_model(model_type, "image", seed=seed)
     random = np.random.default_rng(seed)
-    images = [int(each) for step in IMAGES for each in random.permutation(step)]
+    steps = [step if not text_step or k != 1 else (0,) * BATCH for k, step in enumerate(IMAGES)]
+    images = [int(each) for step in steps for each in random.permutation(step)]
     clips = [int(count == 1 or count > 4) for count in images] if takes_clips(model) else None
     texts = [int(each) for each in random.integers(1, 24, 40)]
-    return model.train(), picture_samples(model, seed=seed, images=images, videos=clips, sizes=SIZES, texts=texts)
+    samples = picture_samples(model, seed=seed, images=images, videos=clips, sizes=SIZES, texts=texts)
+    given = model.train()
+    if trains == "text":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "visual" not in name and "vision_tower" not in name
+    if trains.startswith("adapters"):
+        where = {"adapters of text": r".*language_model.*q_proj", "adapters of the tower": r".*(vis).*(qkv|q_proj)"}
+        torch.manual_seed(1)
+        given = peft.get_peft_model(model, peft.LoraConfig(target_modules=where[trains], init_lora_weights=False))
+    return model, given, samples
 
 
 class PaddedCollator:
@@ -86,9 +99,9 @@ def together(values, fill, *, rows):
     return torch.stack(found) if rows else torch.cat(found)
 
 
-def by_hand(model_type, seed=0, *, alone=True):
+def by_hand(model_type, seed=0, *, alone=True, **parts):
     """Losses and norms of steps without a Trainer: each sequence alone, or padded with those that have as many images."""
-    model, samples = made(model_type, seed)
+    model, _, samples = made(model_type, seed, **parts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     collate, losses, norms = PaddedCollator(model), [], []
     for step in range(STEPS):
@@ -113,20 +126,19 @@ def by_hand(model_type, seed=0, *, alone=True):
     return {"losses": losses, "norms": norms}
 
 
-def run(model_type, folder, *, seed=0, packed=True, stage=0):
+def run(model_type, folder, *, seed=0, packed=True, stage=0, trains="all", text_step=False, **options):
     """Losses and norms of the Trainer's steps, and how many microbatches of this rank had images."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     unset_hf_deepspeed_config()  # that of a run before, under which a model would be built in parts
-    model, samples = made(model_type, seed)
+    model, given, samples = made(model_type, seed, trains, text_step)
     most = max(len(sample["input_ids"]) for sample in samples)
     arguments = quiet(
-        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, learning_rate=RATE,
-        lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=NORM, train_sampling_strategy="sequential",
-        remove_unused_columns=False, ddp_timeout=120, deepspeed=zero(stage) if stage else None,
-        packing_capacity=most + most // 2 if packed else None,
+        folder, per_device_train_batch_size=BATCH // world, max_steps=STEPS, max_grad_norm=NORM,
+        remove_unused_columns=False, deepspeed=zero(stage) if stage else None,
+        packing_capacity=most + most // 2 if packed else None, **{**STEADY, "learning_rate": RATE, **options},
     )  # fmt: skip
     collator = RaggedCollator() if packed else PaddedCollator(model)
-    trainer = Trainer(model, arguments, train_dataset=samples, data_collator=collator)
+    trainer = Trainer(given, arguments, train_dataset=samples, data_collator=collator)
     steps = packed_steps(trainer) if packed else []
     trainer.train()
     losses, norms = zip(*logged(trainer))
@@ -155,5 +167,4 @@ def texts_beside_images(ranks):
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, [run(model_type, folder, **options) for model_type, options in cases])
+    serve(lambda folder, model_type, **options: run(model_type, folder, **options))

@@ -3,11 +3,19 @@
 import contextlib
 import json
 import logging
+import os
+import sys
 
 import torch
 
 from tests.support.launch import torchrun
 from ullage.training import TrainingArguments
+
+#: Options of runs that are compared: one rate of learning, samples in their order.
+STEADY = {
+    "optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "constant", "ddp_timeout": 120,
+    "train_sampling_strategy": "sequential",
+}  # fmt: skip
 
 
 def quiet(folder, kind=TrainingArguments, **options):
@@ -63,3 +71,32 @@ def on_ranks(number, script, folder, cases, **options):
     """What each rank of a module's script wrote of these cases; ``options``: those of :func:`torchrun`."""
     torchrun(number, script.__file__, folder, json.dumps(cases), **options)
     return [json.loads((folder / f"results{rank}.json").read_text()) for rank in range(number)]
+
+
+def serve(run, *told):
+    """A script's rank under a launcher: ``SCRIPT FOLDER CASES`` writes what ``run(folder, *case)`` gives for each case.
+
+    ``CASES`` are a list or a dict of lists, of which a last dict becomes keywords; or null for one call without a case.
+    ``told``: errors that a case gives as its result.
+    """
+    folder, cases = sys.argv[1], json.loads(sys.argv[2])
+
+    def result(case):
+        parts, options = (case[:-1], case[-1]) if case and isinstance(case[-1], dict) else (case, {})
+        try:
+            return run(folder, *parts, **options)
+        except told as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    if cases is None:
+        return leave(folder, run(folder))
+    named = isinstance(cases, dict)
+    return leave(folder, {k: result(v) for k, v in cases.items()} if named else [result(case) for case in cases])
+
+
+def leave(folder, results):
+    """Write this rank's results and end its process group."""
+    with open(os.path.join(folder, f"results{os.environ.get('RANK', 0)}.json"), "w") as file:
+        json.dump(results, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

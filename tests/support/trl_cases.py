@@ -3,9 +3,7 @@
 Options are those of the configuration, and ``lengths``: words of each text, by rank where it is a dict.
 """
 
-import json
 import os
-import sys
 from dataclasses import dataclass
 
 import datasets
@@ -17,8 +15,8 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import ullage
-from tests.support.packing_script import leave, zero
-from tests.support.small_runs import packed_steps
+from tests.support.packing_script import zero
+from tests.support.small_runs import STEADY, packed_steps, quiet, serve
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
 datasets.disable_progress_bars()
@@ -99,10 +97,8 @@ def make_sft(name, folder, data=None, mixed=True, more=None, stage=0, lora=False
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     options = {
-        "max_steps": 3, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "logging_steps": 1,
-        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-2,
-        "bf16": False, "activation_checkpointing": False, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
-        "lr_scheduler_type": "constant", **options,
+        **STEADY, "max_steps": 3, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12,
+        "bf16": False, "activation_checkpointing": False, **options,
     }  # fmt: skip
     if stage:
         options["deepspeed"] = zero(stage)
@@ -114,7 +110,7 @@ def make_sft(name, folder, data=None, mixed=True, more=None, stage=0, lora=False
     torch.manual_seed(0)
     return kind(
         MODELS[name]().to(torch.float32 if stage else torch.float64),
-        config(str(folder), **options),
+        quiet(folder, config, **options),
         train_dataset=data,
         eval_dataset=data,
         **{"processing_class": tokenizer(), **(more or {})},
@@ -213,5 +209,4 @@ def run(name, folder, own=False, hand=False, **options):
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, {case: run(name, folder, **options) for case, (name, options) in cases.items()})
+    serve(lambda folder, name, **options: run(name, folder, **options))

@@ -4,9 +4,7 @@
 ``completions``: a prompt and a completion in each row of SFT, ``rows``: "mixed" without the step of text alone.
 """
 
-import json
 import os
-import sys
 
 import datasets
 import peft
@@ -14,8 +12,7 @@ import trl
 from datasets import Dataset
 
 from tests.support import picture_parts
-from tests.support.packing_script import leave
-from tests.support.small_runs import packed_steps
+from tests.support.small_runs import STEADY, packed_steps, quiet, serve
 from tests.support.trl_cases import numbers
 from ullage.training import trl as packed_trl
 
@@ -51,9 +48,7 @@ def build(name, kind, folder, *, capacity=None, lora=False, completions=False, r
     """A trainer ("SFT" or "DPO"), TRL's own without a ``capacity``."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     options = {
-        "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "max_steps": 5,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch", "train_sampling_strategy": "sequential",
+        **STEADY, "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 12, "max_steps": 5,
         "bf16": False, "activation_checkpointing": False, **options,
     }  # fmt: skip
     if capacity is not None:
@@ -69,7 +64,7 @@ def build(name, kind, folder, *, capacity=None, lora=False, completions=False, r
     rows = data(name, completions, rows)
     return getattr(source, f"{name}Trainer")(
         model=picture_parts.model(kind),
-        args=getattr(source, f"{name}Config")(str(folder), **options),
+        args=quiet(folder, getattr(source, f"{name}Config"), **options),
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=picture_parts.processor(kind, marked=True),
@@ -92,5 +87,4 @@ def run(name, kind, folder, **options):
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    leave(folder, [run(name, kind, folder, **options) for name, kind, options in cases])
+    serve(lambda folder, name, kind, **options: run(name, kind, folder, **options))

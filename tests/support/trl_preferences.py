@@ -1,9 +1,7 @@
 """Small runs of TRL's preference trainers under the mixin: packed or as TRL pads, alone or as a script per rank."""
 
-import json
 import math
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForSequenceClassification
 
 from tests.support.packing_script import zero
-from tests.support.small_runs import packed_steps, quiet
+from tests.support.small_runs import packed_steps, quiet, serve
 from tests.support.trl_cases import model, numbers, text, tokenizer
 from ullage.training import RaggedTrainerMixin, TrainingArguments
 
@@ -130,10 +128,4 @@ def outcome(trainer, *, evaluates=True):
 
 
 if __name__ == "__main__":
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    results, rank = {}, 0
-    for label, (name, options) in cases.items():
-        made = build(name, folder / label, **options)
-        rank = made.args.process_index
-        results[label] = outcome(made)
-    (folder / f"results{rank}.json").write_text(json.dumps(results))
+    serve(lambda folder, name, **options: outcome(build(name, Path(folder, name), **options)))

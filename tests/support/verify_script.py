@@ -1,18 +1,16 @@
 """Packed training with and without the proof before it, on several processes; ``verify_script.py FOLDER '[[engine, model], ...]'``.
 
-Writes for each case, by rank, the losses, what the weights are, and what was logged of the proof.
+A case gives the losses, what the weights are, and what was logged of the proof.
 """
 
 import hashlib
-import json
 import logging
 import os
-import sys
 
 import torch
 
 from tests.support import own_models, packing_script
-from tests.support.small_runs import losses, quiet, said_by_ullage
+from tests.support.small_runs import STEADY, losses, quiet, said_by_ullage, serve
 from ullage.core.errors import UllageError
 from ullage.training import RaggedCollator, Trainer
 
@@ -65,8 +63,7 @@ def train(folder, engine, name, verify):
         make_model(name),
         quiet(
             folder, packing_capacity=64, packing_verify=verify, per_device_train_batch_size=8 // world, max_steps=STEPS,
-            learning_rate=1e-2, optim="adamw_torch", train_sampling_strategy="sequential", ddp_timeout=120, **options,
-            **({} if engine == "fsdp" else checkpointing),
+            **STEADY, **options, **({} if engine == "fsdp" else checkpointing),
         ),
         data_collator=RaggedCollator(labels_from="input_ids"),
         train_dataset=packing_script.make_samples(LENGTHS),
@@ -79,15 +76,11 @@ def train(folder, engine, name, verify):
     }
 
 
-def run(folder, engine, name, verify):
+def run(*case):
     logging.getLogger("ullage").setLevel(logging.INFO)
-    try:
-        with said_by_ullage() as said:
-            return {**train(folder, engine, name, verify), "said": said}
-    except UllageError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    with said_by_ullage() as said:
+        return {**train(*case), "said": said}
 
 
 if __name__ == "__main__":
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    packing_script.leave(folder, [run(folder, *case) for case in cases])
+    serve(run, UllageError)

@@ -82,26 +82,6 @@ def test_a_loss_of_ones_own_is_that_of_the_whole_step(tmp_path, trainer):
     assert_same([parts], whole, [1, 2, 3])
 
 
-#: Beside :data:`WAYS`: a global batch that some numbers of ranks divide.
-MORE = {f"{name} {size}": {**way, "packing_global_batch_size": size} for name, way in WAYS.items() for size in (12, 13)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
-def test_losses_are_the_same_on_any_number_of_ranks(tmp_path, ranks, more):
-    """Ranks of five and seven have no samples of some steps."""
-    found = trained(ranks, tmp_path, MORE)
-    for name in MORE:
-        assert_same(found[name], more[name], range(1, 7))
-        assert found[name][0]["eval_loss"] == pytest.approx(more[name]["eval_loss"], abs=2e-6)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    """One process."""
-    return {name: ranks[0] for name, ranks in trained(1, tmp_path_factory.mktemp("more"), MORE).items()}
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_on_four_three_and_five_ranks_under_ddp_and_zero(tmp_path, alone):
     cases = {f"{name} {stage}": {**WAYS[name], "stage": stage} for name in WAYS for stage in (0, 1, 2, 3)}

@@ -254,7 +254,7 @@ STAGES = (0, 3)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    return on_ranks(2, capacity_script, folder, STAGES, timeout=300)
+    return on_ranks(2, capacity_script, folder, {stage: [stage] for stage in STAGES})
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_ranks_take_the_smallest_and_train_as_with_the_number(pair, stage):
 
 @pytest.mark.slow
 def test_training_stays_within_the_memory_given(tmp_path):
-    (found,) = on_ranks(1, capacity_script, tmp_path, [], timeout=200)
+    [[found]] = on_ranks(1, capacity_script, tmp_path, [["memory"]])
     assert found["capacity"] >= 1500
     assert found["steps"] == len(found["peaks"]) == 3
     # Rows of many shapes fragment the C library's heap: a tenth more, at most, than dry runs of one shape.

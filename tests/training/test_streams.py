@@ -1,6 +1,7 @@
 """Iterable data under packing: every sample once per epoch on one process and two, and runs that continue exactly."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support import packing_script, stream_script
+from tests.support import packing_script, shared_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.training.batches.sampling import StreamParts, divide_exactly
@@ -132,6 +133,7 @@ def test_parts_of_a_stream_s_steps_are_the_steps_of_one_process_from_any_step_on
     assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in zip(*parts))
 
 
+STREAM = {"kind": "recurrent", "evaluates": False}
 LIVES = {
     "packed": {"packing_capacity": 64},
     "not packed": {"per_device_train_batch_size": 2},
@@ -140,16 +142,23 @@ LIVES = {
 
 def live(folder, worlds, data, count, size, stop, **options):
     """The samples of every step of a run on other ranks after each stop, over all ranks, and its losses."""
-    trained, losses = [[] for _ in data], []
+    trained, losses, end = [[] for _ in data], [], -(-count // size)
     for turn, world in enumerate(worlds):
-        end = -(-count // size)
-        stops = {"stop": end if turn == len(worlds) - 1 else (turn + 1) * stop, "max_steps": end}
-        cases = [{"data": name, "count": count, "packing_global_batch_size": size, **stops, **options} for name in data]
-        ranks = on_ranks(world, stream_script, folder, cases, timeout=900)
+        until = end if turn == len(worlds) - 1 else (turn + 1) * stop
+        case = {
+            **STREAM,
+            "count": count,
+            "packing_global_batch_size": size,
+            "until": until,
+            "max_steps": end,
+            **options,
+        }
+        ranks = on_ranks(world, shared_script, folder, [[name, {"stream": name, **case}] for name in data], timeout=900)
         assert not [case["error"] for rank in ranks for case in rank if "error" in case]
         for steps, *parts in zip(trained, *ranks):
-            steps += [sorted(itertools.chain(*step)) for step in zip(*(part["steps"] for part in parts), strict=True)]
-        losses = [case["losses"] for case in ranks[0]]
+            found = zip(*(part["samples"].values() for part in parts), strict=True)
+            steps += [sorted(itertools.chain(*step)) for step in found]
+        losses = [[row[0] for row in case["rows"].values()] for case in ranks[0]]
     return trained, losses
 
 
@@ -168,7 +177,6 @@ def test_a_run_over_a_stream_goes_on_with_other_ranks_in_the_steps_of_one_proces
 ):
     trained, _ = live(tmp_path, worlds, data, count, size, stop, **LIVES[kind])
     for name, steps in zip(data, trained, strict=True):
-        print(f"{name}, {kind}: {count} samples on {worlds} ranks, the samples of every step: {steps}")
         assert steps == [list(range(i, min(i + size, count))) for i in range(0, count, size)], name
 
 
@@ -193,9 +201,10 @@ def test_losses_of_a_shuffled_stream_are_those_of_one_process_and_two_workers_sh
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stream_divided_among_ranks_is_refused_on_others_and_as_a_part_of_a_global_batch(tmp_path):
-    options = {"data": "torch", "count": 61, "max_steps": 9, "per_device_train_batch_size": 2, **LIVES["packed"]}
-    on_ranks(2, stream_script, tmp_path, [{**options, "stop": 3}])
-    for [found] in on_ranks(3, stream_script, tmp_path, [{**options, "stop": 4}]):
+    options = {**STREAM, "stream": "torch", "count": 61, "max_steps": 9, "packing_global_batch_size": None}
+    options |= LIVES["packed"]
+    on_ranks(2, shared_script, tmp_path, [["divided", {**options, "until": 3}]])
+    for [found] in on_ranks(3, shared_script, tmp_path, [["divided", {**options, "until": 4}]]):
         assert "a stream that was divided among the ranks goes on on as many ranks" in found["error"]
         assert "packing_global_batch_size" in found["error"]
     stream = split_dataset_by_node(Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4), 0, 2)
@@ -205,8 +214,6 @@ def test_a_stream_divided_among_ranks_is_refused_on_others_and_as_a_part_of_a_gl
 
 
 def test_a_divided_stream_is_not_evaluated_in_part():
-    from types import SimpleNamespace
-
     stream = Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4)
     ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
     with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
