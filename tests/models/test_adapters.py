@@ -192,8 +192,3 @@ def test_training_moves_the_adapter_alone_and_continues_exactly(tmp_path, packin
     again.train(resume_from_checkpoint=checkpoint)
     assert losses(again)[-3:] == losses(whole)[-3:]
     assert torch.equal(outputs(again.model), outputs(whole.model))
-
-
-def test_the_trainer_gives_a_model_under_adapters_what_it_gives_the_model(tmp_path):
-    mine = train(tmp_path)
-    assert (mine._reader.form, mine._reader.shifts, mine.label_names) == ("flattened", True, ["labels"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.small_runs import quiet
 from ullage import RaggedBatch
@@ -35,24 +35,6 @@ def _model(head: str = "sequence", **changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 20, "hidden_size": 8, "num_labels": 3, "pooling": "attention"}
     return HEADS[head](RecurrentConfig(**{**sizes, **changes})).eval()
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("head", ["sequence", "token"])
-def test_heads_are_saved_and_loaded_through_the_auto_classes(head: str, bidirectional: bool, tmp_path: Path) -> None:
-    model = _model(
-        head, cell="minlstm", num_hidden_layers=2, bidirectional=bidirectional, id2label={0: "a", 1: "b", 2: "c"}
-    )
-    model.save_pretrained(tmp_path)
-    auto = AutoModelForSequenceClassification if head == "sequence" else AutoModelForTokenClassification
-    loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is HEADS[head]
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert (loaded.config.num_labels, loaded.config.pooling, loaded.config.id2label[1]) == (3, "attention", "b")
-    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
-    model.resize_token_embeddings(30)
-    assert torch.isfinite(model(input_ids=IDS + 21).logits).all()
 
 
 def test_a_backbone_trained_to_predict_starts_a_classifier(tmp_path: Path) -> None:

@@ -7,15 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.utils.generic import find_labels
 
 from ullage import RaggedBatch
 from ullage.attention.releases import CACHE
+from ullage.core.errors import InputError
 from ullage.models import (
     RaggedInputs,
     RecurrentConfig,
     RecurrentEncoderDecoder,
+    RecurrentEncoderDecoderConfig,
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,
@@ -23,41 +32,109 @@ from ullage.models import (
 )
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+LABELS = torch.tensor([[9, 10, 11, 2], [12, 2, -100, -100]])
+KINDS: dict[str, tuple[Any, Any]] = {
+    "causal": (RecurrentForCausalLM, AutoModelForCausalLM),
+    "sequence": (RecurrentForSequenceClassification, AutoModelForSequenceClassification),
+    "token": (RecurrentForTokenClassification, AutoModelForTokenClassification),
+    "pairs": (RecurrentEncoderDecoder, AutoModelForSeq2SeqLM),
+}
 
 
-def _model(**changes: Any) -> RecurrentForCausalLM:
+def _model(kind: str = "causal", **changes: Any) -> Any:
     torch.manual_seed(0)
-    return RecurrentForCausalLM(RecurrentConfig(**{"vocab_size": 20, "hidden_size": 8, **changes})).eval()
+    config: Any = RecurrentConfig
+    if kind == "pairs":
+        config, changes = (
+            RecurrentEncoderDecoderConfig,
+            {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes},
+        )
+    return KINDS[kind][0](config(**{"vocab_size": 20, "hidden_size": 8, **changes})).eval()
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_saved_and_loaded_through_the_auto_classes(cell: str, tied: bool, tmp_path: Path) -> None:
-    model = _model(cell=cell, num_hidden_layers=2, layer_norm=True, residual=True, tie_word_embeddings=tied)
+def _is_tied(model: Any) -> bool:
+    encoder = getattr(model, "encoder", None)
+    if encoder is None:
+        return model.lm_head.weight is model.model.embed_tokens.weight
+    embedding = encoder.embed_tokens.weight
+    tied = {part.weight is embedding for part in (model.lm_head, model.decoder.embed_tokens)}
+    assert len(tied) == 1
+    return tied.pop()
+
+
+CELLS_AND_TIES = [("lstm", False), ("gru", True), ("rnn_tanh", False), ("rnn_relu", True)]
+CLASSES = {"num_labels": 3, "pooling": "attention", "id2label": {0: "a", 1: "b", 2: "c"}, "cell": "minlstm"}
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    *(("causal", {"cell": cell, "residual": True, "tie_word_embeddings": tied}) for cell, tied in CELLS_AND_TIES),
+    *((head, {**CLASSES, "bidirectional": both}) for head in ("sequence", "token") for both in (False, True)),
+    *(
+        ("pairs", {"cell": "gru", "attention": attention, "num_decoder_layers": 2, "tie_word_embeddings": tied})
+        for attention in ("additive", "dot")
+        for tied in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), SAVED)
+def test_saved_and_loaded_through_the_auto_classes(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = _model(kind, num_hidden_layers=2, layer_norm=True, **changes)
     model.save_pretrained(tmp_path)
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
     config = AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(config, RecurrentConfig)
-    assert (config.cell, config.num_hidden_layers, config.tie_word_embeddings) == (cell, 2, tied)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is RecurrentForCausalLM
-    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert type(config) is type(model.config)
+    assert {name: getattr(config, name) for name in changes} == changes
+    loaded, report = KINDS[kind][1].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is KINDS[kind][0]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    keywords = {"input_ids": IDS, **({"labels": LABELS} if kind == "pairs" else {})}
+    found, expected = loaded(**keywords).logits, model(**keywords).logits
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6 if kind == "pairs" else 0)
     backbone = AutoModel.from_pretrained(tmp_path)
-    assert type(backbone) is RecurrentModel
-    assert torch.equal(backbone(input_ids=IDS).last_hidden_state, model.model(input_ids=IDS).last_hidden_state)
+    if kind == "pairs":
+        assert type(backbone) is RecurrentEncoderDecoder
+        assert torch.equal(loaded.generate(IDS, max_new_tokens=4), model.generate(IDS, max_new_tokens=4))
+        assert loaded.generation_config.eos_token_id == 2
+    else:
+        assert type(backbone) is RecurrentModel
+        assert torch.equal(backbone(input_ids=IDS).last_hidden_state, model.model(input_ids=IDS).last_hidden_state)
+    if kind in ("causal", "pairs"):
+        assert _is_tied(loaded) == changes["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_resize_with_their_head(tied: bool) -> None:
-    model = _model(tie_word_embeddings=tied)
-    before = model(input_ids=IDS).logits
+@pytest.mark.parametrize("kind", ["causal", "pairs"])
+def test_embeddings_resize_with_their_head(kind: str, tied: bool) -> None:
+    model, labels = _model(kind, tie_word_embeddings=tied), LABELS if kind == "pairs" else IDS
+    before, real = model(input_ids=IDS, labels=labels).logits, labels != -100
     model.resize_token_embeddings(25)
-    after = model(input_ids=IDS).logits
-    assert after.shape == (2, 3, 25)
-    assert torch.equal(after[..., :20], before)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert torch.isfinite(model(input_ids=torch.tensor([[24, 3]]), labels=torch.tensor([[24, 3]])).loss)
+    assert model.config.vocab_size == 25
+    after = model(input_ids=IDS, labels=labels).logits
+    assert after.shape == (*labels.shape, 25)
+    assert torch.equal(after[..., :20][real], before[real])
+    assert _is_tied(model) == tied
+    new = torch.tensor([[24, 3, 24]])
+    assert torch.isfinite(model(input_ids=new, labels=new).loss)
+    model.resize_token_embeddings(20)
+    assert torch.equal(model(input_ids=IDS, labels=labels).logits[real], before[real])
+
+
+def test_the_state_bridge_hands_on_the_upper_layers() -> None:
+    model = _model("pairs", num_hidden_layers=3, num_decoder_layers=2, bidirectional=False)
+    layers = model.encoder(input_ids=IDS, use_cache=True)[CACHE].layers
+    assert model.bridge(layers) == (layers[1], layers[2])
+    deeper = _model("pairs", num_hidden_layers=1, num_decoder_layers=2, bidirectional=False)
+    (only,) = deeper.encoder(input_ids=IDS, use_cache=True)[CACHE].layers
+    assert deeper.bridge((only,)) == (only, only)
+
+
+def test_a_target_needs_a_token_to_start_from() -> None:
+    model = _model("pairs", bos_token_id=None)
+    with pytest.raises(InputError, match="a decoder needs a token to start from"):
+        model(input_ids=IDS, labels=LABELS)
+    other = _model("pairs", bos_token_id=None, decoder_start_token_id=4)
+    assert other.prepare_decoder_input_ids_from_labels(LABELS).tolist() == [[4, 9, 10, 11], [4, 12, 2, 0]]
+    assert (other.generate(IDS, max_new_tokens=3)[:, 0] == 4).all()
 
 
 def test_weights_start_as_documented() -> None:
@@ -77,6 +154,11 @@ def test_a_state_comes_back_when_asked_for_and_by_default_in_evaluation() -> Non
     assert model(input_ids=IDS, use_cache=False).get(CACHE) is None
     assert model.train()(input_ids=IDS).get(CACHE) is None
     assert model(input_ids=IDS, use_cache=True).get(CACHE) is not None
+    model, start = _model("pairs"), torch.tensor([[1], [1]])
+    assert model(input_ids=IDS, decoder_input_ids=start)[CACHE].get_seq_length() == 1
+    assert model(input_ids=IDS, labels=LABELS).get(CACHE) is None
+    assert model.train()(input_ids=IDS, decoder_input_ids=start).get(CACHE) is None
+    assert model.generate(IDS, max_new_tokens=2).shape == (2, 3)  # in training too
 
 
 def test_states_are_reordered_selected_and_repeated() -> None:
