@@ -285,10 +285,8 @@ def test_positions_that_start_anew_without_lengths_are_refused():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "does not tile the row.*sum to 10 tokens.*9 in 2"),
-    ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "does not tile the row"),
     ({"cu_seq_lens_k": torch.tensor([0, 5, 10])}, "cu_seq_lens_k differs"),
     ({"attention_mask": torch.ones(1, 10, dtype=torch.int64)}, "attention_mask was given together with cu_seq_lens"),
-    ({"attention_mask": torch.ones(1, 1, 10, 10).bool()}, "attention_mask was given together with cu_seq_lens"),
     ({"cu_seq_lens_q": None}, "cu_seq_lens_k came without cu_seq_lens_q"),
     ({"cu_seq_lens_q": torch.tensor([0.0, 10.0])}, "must hold cumulated lengths.*float32"),
     ({"something": torch.ones(1)}, "does not honour the keyword 'something'"),
@@ -537,21 +535,6 @@ def test_lengths_follow_a_buffer_that_is_written_anew():
     assert host_lengths(cu_seqlens) == [3, 2]
     cu_seqlens.copy_(torch.tensor([0, 1, 5]))
     assert host_lengths(cu_seqlens) == [1, 4]
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager():
-    """Of full and sliding layers; llama's alone: test_a_compiled_model of the mixers."""
-    model = build("gemma3_text", **GEMMA3)
-    samples = samples_of(LENGTHS)
-    expected = packed(model, samples)
-    padded = RaggedBatch.from_samples(samples_of((5, 12))).to_padded()
-    plain = model(**padded).logits
-    compiled = torch.compile(model, backend="aot_eager")
-    found = compiled(**RaggedBatch.from_samples(samples).to_flattened(), use_cache=False)
-    found.loss.backward()
-    assert_same((found.logits[0].detach(), float(found.loss.detach()), gradients(model)), expected)
-    assert torch.allclose(compiled(**padded, use_cache=False).logits, plain, atol=1e-5)
 
 
 @pytest.mark.slow

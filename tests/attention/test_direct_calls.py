@@ -15,7 +15,6 @@ from tests.attention import test_attention as attention
 from ullage import InputError, RaggedBatch
 from ullage.attention import require_packing, supports_packing
 from ullage.attention.packed_call import packed_mask
-from ullage.attention.support import given, holders, module_calls
 
 pytestmark = pytest.mark.parity
 
@@ -104,21 +103,6 @@ def test_what_was_found_out_about_a_model_is_not_believed_of_another_around_it()
         assert torch.equal(again(**keywords).last_hidden_state, expected)
 
 
-def test_the_model_around_a_layer_is_looked_at_once(monkeypatch):
-    from ullage.attention import support
-
-    asked = []
-    monkeypatch.setattr(support, "holders", lambda module: asked.append(module) or [model])
-    keywords, model = flattened((4, 9)), attention.build("llama")
-    for _ in range(3):
-        model(**keywords)
-    assert len(asked) == 1
-    checked = attention.build("llama")
-    require_packing(checked)
-    checked(**keywords)
-    assert len(asked) == 1
-
-
 def test_a_layer_called_alone_is_exact():
     model = attention.build("llama")
     layer, rotary = model.model.layers[0], model.model.rotary_emb
@@ -189,43 +173,3 @@ def test_a_compiled_call_looks_at_the_positions_that_reach_its_layers():
         compiled(input_ids=ids, position_ids=positions, use_cache=False)
     with pytest.raises(InputError, match="carries a state"):
         torch.compile(build("granitemoehybrid", "ullage"), backend="eager")(**calls()["lengths"], use_cache=False)
-
-
-# The calls of modules in progress, as they stand on the Python stack: what fails here first where torch has changed.
-
-
-class Asking(nn.Module):
-    def forward(self, hidden, position_ids=None, **keywords):
-        self.calls, self.given, self.holders = list(module_calls()), given(), holders(self)
-        return hidden
-
-
-class Around(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Asking()
-
-    def forward(self, hidden, position_ids=None, cu_seq_lens_q=None):
-        return self.inner(hidden, some=1)
-
-
-def test_the_frames_of_module_calls_hold_the_module_and_its_arguments():
-    """``nn.Module.__call__`` is one Python function of (self, *args, **kwargs); its frames tell them under hooks too."""
-    assert nn.Module.__call__.__code__.co_varnames[:3] == ("self", "args", "kwargs")
-    around, hidden, positions = Around(), torch.zeros(1, 2), torch.arange(2)
-    for hooked in (False, True):
-        if hooked:
-            around.inner.register_forward_pre_hook(lambda module, args: None)
-            around.register_forward_hook(lambda module, args, output: None)
-        around(hidden, positions, cu_seq_lens_q=torch.tensor([0, 2]))
-        inner = around.inner
-        assert [call.module for call in inner.calls] == [inner, around]
-        assert inner.calls[0].positional == (hidden,)
-        assert inner.calls[0].keywords == {"some": 1}
-        assert inner.calls[1].argument("position_ids") is positions
-        assert inner.given.positions == (positions,)
-        assert inner.given.lengths
-        assert inner.given.model is None
-        assert inner.holders == [inner, around]
-    assert given().positions == ()
-    assert holders(around) == [around]

@@ -25,17 +25,13 @@ def reasons(model):
 
 #: Layers as their packages define them, by the module that their class is written in.
 LAYERS = [
-    "aqlm.inference",
     "auto_gptq.nn_modules.qlinear.qlinear_cuda",
-    "awq.modules.linear.gemm",
     "bitsandbytes.nn.modules",
     "compressed_tensors.linear.compressed_linear",
     "gptqmodel.nn_modules.qlinear.torch",
-    "hqq.core.quantize",
     "liger_kernel.transformers.rms_norm",
     "optimum.quanto.nn.qlinear",
     "torchao.float8.float8_linear",
-    "torchao.quantization.qat.linear",
 ]
 
 
@@ -56,9 +52,7 @@ def test_a_layer_with_weights_in_another_form_is_known_by_its_module(module):
     assert reasons(model) == []
 
 
-@pytest.mark.parametrize(
-    "module", ["bitsandbytes_of_mine.nn.modules", "awq.modules.fused.attn", "__main__", "flash_fft"]
-)
+@pytest.mark.parametrize("module", ["bitsandbytes_of_mine.nn.modules", "awq.modules.fused.attn", "__main__"])
 def test_a_layer_of_another_module_is_not(module):
     model = llama()
     model.model.layers[0].mlp.up_proj = layer_of(module)
@@ -91,14 +85,11 @@ def test_a_class_that_claims_a_module_is_told_by_its_code():
     (nn.LSTM(2, 2), True),
     (nn.GRUCell(2, 2), True),
     (nn.AvgPool1d(2), True),
-    (nn.AdaptiveMaxPool1d(2), True),
     (nn.BatchNorm1d(2), True),
-    (nn.InstanceNorm1d(2), True),
     (nn.GroupNorm(1, 2), True),
     (nn.ZeroPad2d((0, 0, 1, -1)), True),
     (nn.MultiheadAttention(2, 1), True),
     (nn.TransformerEncoderLayer(2, 1), True),
-    (nn.EmbeddingBag(2, 2), True),
     (nn.Upsample(2), True),
     (nn.Flatten(), True),
 ], ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value))  # fmt: skip

@@ -6,12 +6,10 @@ The kernels are stand-ins with the packages' signatures (``tests.support.kernel_
 import copy
 import inspect
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from maintenance.tiny import tiny_config, tiny_model
 from tests.support.kernel_standins import CALLS, PACKAGES, file_of
@@ -158,24 +156,6 @@ def test_the_audit_finds_the_row_by_kernels_exact(model_type):
     with file_of(TYPES[model_type][0]) as module:
         report = audit(model_of(module, model_type))
         assert report.verdict == "exact", report
-
-
-@pytest.mark.slow
-def test_a_compiled_row_by_kernels_breaks_at_the_call_of_a_mixer_alone():
-    with file_of("lfm2") as module, torch.no_grad():
-        model = model_of(module, "lfm2").eval()
-        with pack_model(model):
-            torch.compiler.reset()
-            counters.clear()
-            compiled = torch.compile(model, backend="eager")
-            for seed, lengths in enumerate([(7, 1, 4), (9, 2, 5, 1)]):
-                row = packed_row(rows_of(seed, lengths))
-                del row["labels"]
-                assert torch.equal(compiled(**row).logits, model(**row).logits)
-    disabled = [text for text in counters["graph_break"] if "wrapped with `torch.compiler.disable`" in text]
-    assert sorted(re.findall(r"function (\w+\.\w+) at", " ".join(disabled))) == [
-        "ModelForward._run_packed", "ModelForward._run_packed", "PartForward._by_kernels", "PartForward._by_kernels",
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

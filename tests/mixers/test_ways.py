@@ -55,17 +55,11 @@ def test_a_model_of_ones_own_does_not_leak_without_a_proof(name):
         put_in(model, found.ways[0], is_proved=True)
         assert difference(model) > 1e-3
         take_out(model)
-
-
-@pytest.mark.regression
-@pytest.mark.parametrize("name", LEAKING)
-def test_a_way_that_leaks_is_not_found_packable_by_hand(name):
-    model = made(LEAKING[name][0])
-    model.set_attn_implementation("ullage")
-    problem = ullage.attention.packing_problem(model)
-    assert problem is not None
-    with pytest.raises(InputError), torch.no_grad():
-        model(**packed_row(labelled=False))
+        # Nor is it found packable by hand.
+        model.set_attn_implementation("ullage")
+        assert ullage.attention.packing_problem(model) is not None
+        with pytest.raises(InputError):
+            model(**packed_row(labelled=False))
 
 
 def test_what_is_unknown_is_named():
@@ -105,8 +99,6 @@ def test_a_name_is_not_believed_where_the_forward_is_of_another_head():
 
 @pytest.mark.regression
 def test_a_pool_put_into_a_hybrid_ends_its_certainty():
-    from maintenance.tiny import tiny_model
-
     model = tiny_model("qwen3_next", "causal")
     assert ways_of(model).sure.kind == "mixers"
     model.model.norm = nn.Sequential(model.model.norm, nn.AvgPool1d(3, 1, 1))
@@ -276,16 +268,12 @@ def of_accelerate():
 
 WRAPPED = {
     "LoRA": lambda: adapted(target_modules="all-linear"),
-    "LoRA on embeddings": lambda: adapted(target_modules=["q_proj", "embed_tokens"]),
     "DoRA": lambda: adapted(target_modules=["q_proj", "down_proj"], use_dora=True),
     "modules to save": lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "trainable tokens": lambda: adapted(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
     "IA3": lambda: of_peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "VeRA": lambda: of_peft("VeraConfig", target_modules=["q_proj", "v_proj"], r=4),
     "AdaLoRA": lambda: of_peft("AdaLoraConfig", target_modules=["q_proj"], total_step=9),
-    "LoHa": lambda: of_peft("LoHaConfig", target_modules=["q_proj"], r=2),
     "OFT": lambda: of_peft("OFTConfig", target_modules=["q_proj"], r=0, oft_block_size=4),
-    "LN tuning": lambda: of_peft("LNTuningConfig", target_modules=["input_layernorm"]),
     "parametrized": parametrized,
     "parametrized by a class of one's own": parametrized_by_ones_own,
     "compiled by region": compiled_by_region,

@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from maintenance import pictures
 from maintenance.models_page import audit_entry
-from maintenance.pictures import picture_samples, takes_clips
+from maintenance.pictures import picture_samples
 from maintenance.tiny import model_types, tiny_model
 from tests.proofs.test_auditing import committed_table
 from ullage import audit
@@ -16,14 +16,9 @@ from ullage.attention.kernels import Scores, attend
 from ullage.attention.packed_call import PackedCall
 from ullage.core.errors import InputError
 from ullage.mixers import forwards
-from ullage.mixers.items import RowItems, alone_form
+from ullage.mixers.items import RowItems
 
 pytestmark = pytest.mark.parity
-
-FAMILIES = [
-    *("gemma3", "internvl", "llava", "llava_onevision", "mistral3", "mllama"),
-    *("paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm"),
-]
 
 
 def test_a_model_is_audited_with_images_and_clips():
@@ -106,21 +101,6 @@ def a_mask_over_all_sequences(monkeypatch):
 def test_a_planted_fault_is_found_and_named(plant, verdict, told, monkeypatch):
     report = audit(plant(monkeypatch), pictures=pictures)
     assert (report.verdict, told in report.reason) == (verdict, True), report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_samples_run_alone_and_depend_on_each_image(model_type):
-    model = tiny_model(model_type, "image")
-    videos = (0, 0, 1) if takes_clips(model) else None
-    for sample in picture_samples(model, images=(0, 1, 3), videos=videos):
-        logits = model(**alone_form(model, sample)).logits
-        assert logits.isfinite().all()
-        for name in {"pixel_values", "pixel_values_videos"} & {*sample}:
-            for row in range(len(sample[name])):
-                pixels = sample[name].clone()
-                pixels[row] += (pixels[row] != 0) * 1.0
-                assert not torch.equal(model(**alone_form(model, sample | {name: pixels})).logits, logits)
 
 
 def test_without_a_maker_of_images_the_audit_says_that_it_was_of_text():
