@@ -66,7 +66,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "offloaded": (2, 3, {"kind": "plain", "zero_optimization": CPU}, "zero_kinds"),
     "lora": (2, 3, {"kind": "lora"}, "zero_kinds"),
     "automatic tensor parallel": (2, 1, {"kind": "autotp", "options": {"tp": 2}}, "zero_kinds"),
-    "tied pipeline": (2, 1, {"kind": "pipeline"}, "zero_kinds"),
+    "tied pipeline": (2, 1, {"kind": "grid_pipeline"}, "zero_kinds"),
     "experts of a run": (2, 1, {"ep": 2}, "moe_worker"),
 }
 

@@ -3,100 +3,88 @@
 The truth is what the ranks gather from their own memory before they save (``tests/support/zero_kinds.py``).
 """
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.support import real_zero
-from tests.support.checkpoints import edit
+from tests.support.checkpoints import edit, shard, universal
 from tests.support.real_zero import Recipe
-from tests.support.zero_worker import Job, launch
+from tests.support.zero_kinds import RUNS, require_whole, run_kind
 from ullage import checkpoint
 from ullage.core.errors import CheckpointError
-
-HPZ = {"zero_hpz_partition_size": 2}
-CPU = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-KINDS = {
-    "hpz": (4, 3, {"kind": "plain", "zero_optimization": HPZ}),
-    "offloaded to the CPU": (2, 3, {"kind": "plain", "zero_optimization": CPU}),
-    "fp16, stage 1": (3, 1, {"kind": "fp16"}),
-    "fp16, stage 3": (2, 3, {"kind": "fp16"}),
-    "lora": (2, 3, {"kind": "lora"}),
-    "tied pipeline": (4, 1, {"kind": "pipeline"}),
-    "tensor parallel": (4, 2, {"kind": "autotp", "options": {"tp": 2}}),
-    # Two heads of keys over three ranks: the last has none.
-    "tensor parallel, uneven": (3, 1, {"kind": "autotp", "options": {"tp": 3}}),
-}
-
-
-def run_kind(folder, kind):
-    world, stage, config = KINDS[kind]
-    job = Job(folder / "results", world, stage, seed=1, save_to=folder / "saved", config=config,
-              module="tests.support.zero_kinds", function="run")  # fmt: skip
-    results = launch(job, timeout=120)
-    assert not any("error" in r for r in results), [r.get("traceback") for r in results]
-    return results
-
-
-def whole(results, kind):
-    """The truth of all ranks together; of tensor-parallel ranks the slices are joined by the whole model's shapes."""
-    tp = KINDS[kind][2].get("options", {}).get("tp", 1)
-    truth = {name: value for result in reversed(results) for name, value in result["truth"].items()}
-    for entry in truth if tp > 1 else ():
-        shape = results[0]["shapes"][entry.rpartition("/")[0]]
-        parts = [result["truth"][entry] for result in results[:tp]]
-        if all(part.shape == shape for part in parts):
-            assert all(torch.equal(part, parts[0]) for part in parts)
-            truth[entry] = parts[0]
-        else:
-            (dim,) = (d for d, size in enumerate(shape) if sum(p.shape[d] for p in parts) == size)
-            truth[entry] = torch.cat(parts, dim)
-    return truth
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*RUNS][:9])
 def test_a_run_is_read_as_its_ranks_hold_it(tmp_path, kind):
-    results = run_kind(tmp_path, kind)
-    truth, source = whole(results, kind), tmp_path / "saved"
-    inventory = checkpoint.read(source)
-    assert inventory.problems() == []
-    assert {f"{t.name}/{t.key}" for t in inventory.tensors} >= set(truth)
-    report = checkpoint.convert(source, tmp_path / "universal")
-    checkpoint.convert(source, tmp_path / "safetensors", format="safetensors", optimizer=True)
-    weights = load_file(tmp_path / "safetensors" / "model.safetensors")
-    states = load_file(next((tmp_path / "safetensors" / "optimizer").glob("*.safetensors")))
-    for entry, value in truth.items():
-        name, key = entry.rsplit("/", 1)
-        stem = "fp32" if key == "frozen" else key
-        content = torch.load(tmp_path / "universal" / "zero" / name / f"{stem}.pt", weights_only=False)
-        assert torch.equal(content["param"].float(), value.float()), entry
-        other = weights[name] if stem == "fp32" else states[f"{key}:{name}"]
-        assert torch.equal(other.float(), value.float()), entry
-    for format in ("universal", "safetensors"):
-        assert checkpoint.verify(source, tmp_path / format) == []
-    if kind == "tied pipeline":
-        assert any("is in 2 pipeline stages; they are compared" in note for note in report.notes)
+    source, truth, results = run_kind(tmp_path, kind)
+    require_whole(source, truth, tmp_path)
     if "tensor parallel" in kind:
-        _loads_by_deepspeeds_map(tmp_path / "universal", results, KINDS[kind][2]["options"]["tp"])
+        _loads_by_deepspeeds_map(tmp_path / "universal", results, RUNS[kind][2]["options"]["tp"])
 
 
-def _loads_by_deepspeeds_map(universal, results, tp):
+def _loads_by_deepspeeds_map(folder, results, tp):
     """What ours wrote, cut by DeepSpeed's own code by the map in its model states, is each rank's slice."""
     from deepspeed.checkpoint.affine import ParamAffineMap
 
-    saved = torch.load(universal / "mp_rank_00_model_states.pt", weights_only=False)
+    saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
     maps = saved["universal_checkpoint_info"]["affine_map"]
     assert maps["version"] == 1
     named = {pattern[1:-1].replace("\\", ""): described for pattern, described in maps["params"].items()}
     assert named.keys() == results[0]["shapes"].keys()
     for name, described in named.items():
         for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            content = torch.load(universal / "zero" / name / f"{key}.pt", weights_only=False)
+            content = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=False)
             for rank in range(tp):
                 part = ParamAffineMap.from_dict(described).extract(content["param"], rank)
                 assert torch.equal(part, results[rank]["truth"][f"{name}/{key}"]), (name, key)
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_a_sequence_are_no_tensor_parallel_ranks(tmp_path, stage):
+    """Ulysses. Shards were missed: ``tp_degree``, or the names of the files, give the ranks that share a sequence."""
+    source, truth, _ = run_kind(tmp_path, f"sequence parallel, stage {stage}")
+    folder = source / "global_step3"
+    if stage == 1:
+        aside = shard(folder, 2).rename(tmp_path / "aside")
+        with pytest.raises(CheckpointError, match=r"a shard is missing .*zero_pp_rank_2_mp_rank_00_optim_states"):
+            checkpoint.convert(source, tmp_path / "out")
+        aside.rename(shard(folder, 2))
+    for named in ("today", "before 0.19"):
+        if named == "before 0.19":  # no dimensions, and the rank in the sequence in the name of every second file
+            for path in folder.glob("*model_states.pt"):
+                edit(path, lambda content: content.pop("checkpoint_parallel_dimensions"))
+            for path in folder.glob("zero_pp_rank_[13]_*.pt"):
+                path.rename(folder / path.name.replace("mp_rank_00", "mp_rank_01"))
+        written = checkpoint.read(source).written_by
+        assert (written.dp, written.tp, written.pp) == (4, 1, 1)
+        require_whole(source, truth, tmp_path / named)
+
+
+@pytest.mark.regression
+def test_a_mesh_is_read_below_stage_3_and_what_lacks_the_names_of_its_parameters_is_said(tmp_path):
+    """A mixture of experts of before 0.19 has no ``param_shapes``."""
+    source, truth, _ = run_kind(tmp_path, "mesh, stage 2")
+    require_whole(source, truth, tmp_path)
+    edit(source / "global_step3" / "mp_rank_00_model_states.pt", lambda content: content.pop("param_shapes"))
+    with pytest.raises(CheckpointError, match=r"nothing says which parameters .*param_shapes, which old versions"):
+        checkpoint.read(source)
+
+
+@pytest.mark.regression
+def test_what_a_mesh_has_not_saved_at_stage_3_is_said(tmp_path):
+    """Ranks of one sequence have parts of their own there, and write them to one file."""
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read(run_kind(tmp_path, "mesh, stage 3")[0])
+    assert re.match(
+        r"the parameters were cut over 4 ranks, of which 2 have files \(.*optim_states.pt\)", str(caught.value)
+    )
+    assert "train with an mpu in place of mesh_param, or at stage 2" in str(caught.value)
 
 
 GROUPS = [{"enter.weight": (5, 6), "middle.weight": (7, 9), "leave.weight": (3, 4)}, {"norm": (11,)}]
@@ -146,16 +134,15 @@ def test_mics_shards_are_those_of_its_first_group(tmp_path):
     checkpoint.convert(folder, tmp_path / "out")
     for name in written.shapes():
         for key in written.keys:
-            content = torch.load(tmp_path / "out" / "zero" / name / f"{key}.pt", weights_only=True)
-            assert torch.equal(content["param"], torch.from_numpy(written.tensor(name, key)))
+            assert torch.equal(universal(tmp_path / "out", name, key), torch.from_numpy(written.tensor(name, key)))
 
 
-def _with_muon(folder, written, *, drift=False):
-    """Give each rank the whole momentum of every matrix of which its partition has elements, as Muon does."""
-    inventory = checkpoint.read(folder)
-    group = inventory.groups[0]
+@pytest.mark.slow
+def test_muons_momentum_is_whole_on_each_rank(run, written, tmp_path):
+    """Each rank has the whole momentum of every matrix of which its partition has elements; they are compared."""
+    group = checkpoint.read(run).groups[0]
 
-    def change(content, rank):
+    def with_muon(content, rank):
         held = sorted(set(group.pieces.item[group.pieces.shard == rank].tolist()))
         parts = [torch.from_numpy(written.tensor(group.names[i], "momentum")).reshape(-1) for i in held]
         base = content["optimizer_state_dict"]["base_optimizer_state"]
@@ -164,32 +151,23 @@ def _with_muon(folder, written, *, drift=False):
         del state["exp_avg"], state["exp_avg_sq"]
         if parts:
             state["momentum_buffer"] = torch.cat(parts)
-            state["momentum_buffer"][0] += drift and rank == 1
 
     for rank in range(4):
-        edit(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", lambda c, r=rank: change(c, r))
-    return group
-
-
-@pytest.mark.slow
-def test_muons_momentum_is_whole_on_each_rank(run, written, tmp_path):
-    group = _with_muon(run, written)
+        edit(shard(run, rank), lambda c, r=rank: with_muon(c, r))
     assert len(set(zip(group.pieces.item.tolist(), group.pieces.shard.tolist()))) > len(group.names)  # some are cut
     checkpoint.convert(run, tmp_path / "out")
     for name in group.names:
-        content = torch.load(tmp_path / "out" / "zero" / name / "momentum_buffer.pt", weights_only=True)
-        assert torch.equal(content["param"], torch.from_numpy(written.tensor(name, "momentum")))
-    assert torch.equal(
-        torch.load(tmp_path / "out" / "zero" / "norm" / "exp_avg.pt", weights_only=True)["param"],
-        torch.from_numpy(written.tensor("norm", "exp_avg")),
-    )
+        found = universal(tmp_path / "out", name, "momentum_buffer")
+        assert torch.equal(found, torch.from_numpy(written.tensor(name, "momentum")))
+    found = universal(tmp_path / "out", "norm", "exp_avg")
+    assert torch.equal(found, torch.from_numpy(written.tensor("norm", "exp_avg")))
     assert checkpoint.verify(run, tmp_path / "out") == []
     with pytest.raises(CheckpointError, match=r"Muon's momentum are not written below stage 3.*zero3"):
         checkpoint.convert(run, tmp_path / "shards", format="zero2", ranks=2)
 
+    def drift(content):
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"][0] += 1
 
-@pytest.mark.slow
-def test_copies_of_muons_momentum_that_differ_are_refused(run, written, tmp_path):
-    _with_muon(run, written, drift=True)
+    edit(shard(run, 1), drift)
     with pytest.raises(CheckpointError, match="ranks hold different values of one parameter"):
-        checkpoint.convert(run, tmp_path / "out")
+        checkpoint.convert(run, tmp_path / "drifted")

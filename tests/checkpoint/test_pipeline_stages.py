@@ -97,7 +97,7 @@ def test_two_shapes_of_one_name_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
-    """A real pipeline of two stages with frozen weights and running means; (folder, what its ranks held)."""
+    """A real pipeline of two stages with frozen weights and running means; see ``run_kind``."""
     return run_kind(tmp_path_factory.mktemp("grid"), "grid pipeline")
 
 
@@ -115,12 +115,24 @@ def test_a_pipeline_keeps_what_no_optimizer_holds(grid, tmp_path, described):
     require_whole(source, truth, tmp_path)
 
 
-@pytest.mark.parametrize("layer", [1, 4])
-def test_a_layers_file_that_is_missing_is_noticed(grid, tmp_path, layer):
+def unlink(*paths):
+    for path in paths:
+        path.unlink()
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda step: unlink(step / "layer_01-model_states.pt"), "the file of a layer is missing .*layer_01-model_states"),
+    (lambda step: unlink(step / "layer_04-model_states.pt"), "the file of a layer is missing .*layer_04-model_states"),
+    # A layer of the shapes of a tied one, which nothing else tells from it, has other values.
+    (lambda step: edit(step / "layer_00-model_states.pt", lambda content: content["weight"].add_(1)),
+     "different values of one parameter .*tied_modules.embed.weight"),
+    # The ranks of a stage without files are not taken for ranks that share the sequences of the first.
+    (lambda step: unlink(*step.glob("*mp_rank_01*")), "the files say that 2 model ranks|is missing"),
+], ids=["a layer", "a layer of the last stage", "a frozen layer", "a stage"])  # fmt: skip
+def test_damage_to_a_pipeline_is_noticed(grid, tmp_path, damage, said):
     source, _ = copied(grid, tmp_path)
-    name = f"layer_{layer:02d}-model_states.pt"
-    (source / "global_step3" / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"the file of a layer is missing .*{name}"):
+    damage(source / "global_step3")
+    with pytest.raises(CheckpointError, match=said):
         checkpoint.convert(source, tmp_path / "out")
 
 
@@ -134,24 +146,7 @@ def test_layers_without_a_file_are_said(grid, tmp_path):
     ]
 
 
-def test_a_frozen_layer_is_not_taken_for_a_tied_one(grid, tmp_path):
-    """A layer of the shapes of a tied one, which nothing else tells from it, has other values."""
-    source, _ = copied(grid, tmp_path)
-    edit(source / "global_step3" / "layer_00-model_states.pt", lambda content: content["weight"].add_(1))
-    with pytest.raises(CheckpointError, match=r"different values of one parameter .*tied_modules.embed.weight"):
-        checkpoint.convert(source, tmp_path / "out")
-
-
 def copied(run, tmp_path):
-    folder, truth = run
+    folder, truth, _ = run
     shutil.copytree(folder, tmp_path / "run")
     return tmp_path / "run", truth
-
-
-def test_a_stage_of_which_no_file_is_there_is_noticed(grid, tmp_path):
-    """Its ranks are not taken for ranks that share the sequences of the first."""
-    source, _ = copied(grid, tmp_path)
-    for path in source.rglob("*mp_rank_01*"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match=r"the files say that 2 model ranks|is missing"):
-        checkpoint.convert(source, tmp_path / "out")
