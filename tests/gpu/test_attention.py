@@ -19,9 +19,9 @@ SHAPES = {
 }
 
 
-def tensors(shape, seed=0):
+def tensors(shape):
     heads, key_heads, dim, value_dim = SHAPES[shape]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     sizes = ((heads, dim), (key_heads, dim), (key_heads, value_dim), (heads, value_dim))
     return [torch.randn(sum(LENGTHS), *size, generator=generator) for size in sizes]
 
@@ -34,14 +34,6 @@ def run(attend, shape, where, dtype):
     return [mixed, *torch.autograd.grad((mixed * weights).sum(), inputs)]
 
 
-def expected_of(shape, window, scale=None):
-    from ullage.attention import packed_attention
-
-    return run(
-        lambda q, k, v: packed_attention(q, k, v, LENGTHS, window=window, scale=scale), shape, "cpu", torch.float32
-    )
-
-
 def assert_all_close(found, expected, dtype):
     for one, other, name in zip(found, expected, ("output", "queries", "keys", "values"), strict=True):
         assert_close(one, other, max(TOLERANCE[dtype], TOLERANCE[torch.float32]), name)
@@ -49,17 +41,49 @@ def assert_all_close(found, expected, dtype):
 
 pytest.importorskip("transformers", reason="the attention is registered with transformers")
 
+#: Kernel -> the dtypes that it is tried in.
+KERNELS = {
+    "by lengths": (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    "varlen": (torch.float16, torch.bfloat16), "flex": (torch.float32, torch.bfloat16),
+}  # fmt: skip
+TRIED = [pytest.param(kernel, dtype, id=f"{kernel}-{dtype}") for kernel, dtypes in KERNELS.items() for dtype in dtypes]
+
+
+def attending(kernel, shape, device, dtype, **options):
+    """Attention over packed rows by the kernel; skips where the device has none for the shape."""
+    from ullage.attention import packed_attention, varlen
+
+    if kernel == "by lengths":
+        if device.type == "cpu" and dtype == torch.float16:
+            pytest.skip("float16 is a GPU's")
+        return lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options)
+    query, _, value, _ = (tensor.to(device, dtype) for tensor in tensors(shape))
+    serves = varlen.serves_varlen if kernel == "varlen" else varlen.serves_flex
+    if (kernel, device.type) != ("flex", "cpu") and not serves(query, value, 0.0):
+        pytest.skip(f"the {kernel} kernel does not take {shape} here")
+    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    if kernel == "varlen":
+        return lambda q, k, v: varlen.varlen_attention(q, k, v, bounds, max(LENGTHS), **options)
+    return lambda q, k, v: varlen.flex_attention(q, k, v, bounds, training=True, **options)
+
+
+def expected_of(shape, **options):
+    from ullage.attention import packed_attention
+
+    return run(lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options), shape, "cpu", torch.float32)
+
 
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_attention_by_lengths_is_the_cpus(device, dtype, shape, window):
-    from ullage.attention import packed_attention
-
-    if device.type == "cpu" and dtype == torch.float16:
-        pytest.skip("float16 is a GPU's")
-    found = run(lambda q, k, v: packed_attention(q, k, v, LENGTHS, window=window), shape, device, dtype)
-    assert_all_close(found, expected_of(shape, window), dtype)
+@pytest.mark.parametrize(("kernel", "dtype"), TRIED)
+def test_attention_is_the_cpus(device, kernel, dtype, shape, window):
+    options = {"window": window} | ({"scale": 0.3} if kernel == "varlen" else {})
+    attend, expected = attending(kernel, shape, device, dtype, **options), expected_of(shape, **options)
+    if (kernel, device.type) == ("flex", "cpu"):  # forward alone, where torch has no backward of it
+        with torch.no_grad():
+            found = attend(*(tensor.to(dtype) for tensor in tensors(shape)[:3]))
+        return assert_close(found, expected[0], max(TOLERANCE[dtype], TOLERANCE[torch.float32]))
+    return assert_all_close(run(attend, shape, device, dtype), expected, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -68,72 +92,15 @@ def test_attention_by_lengths_is_the_cpus(device, dtype, shape, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_soft_caps_and_sinks_are_the_cpus(device, dtype, kernel, option, window):
     """Scores far beyond the cap, and a sink that takes nearly all of a head's weight."""
-    from ullage.attention import packed_attention
-    from ullage.attention.varlen import flex_attention, serves_flex
+    if (kernel, device.type) == ("flex", "cpu"):
+        pytest.skip("torch has neither a backward nor the sum of the weights of flex attention on a CPU")
 
     def options(where):
         sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0], device=where) if option != "soft cap" else None
         return {"window": window, "softcap": 0.5 if option != "sinks" else None, "sinks": sinks}
 
-    expected = run(
-        lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options("cpu")), "grouped", "cpu", torch.float32
-    )
-    if kernel == "by lengths":
-        found = run(lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options(device)), "grouped", device, dtype)
-        return assert_all_close(found, expected, dtype)
-    query, _, value, _ = tensors("grouped")
-    if device.type == "cpu":
-        pytest.skip("torch has neither a backward nor the sum of the weights of flex attention on a CPU")
-    if not serves_flex(query.to(device, dtype), value.to(device, dtype), 0.0):
-        pytest.skip("flex attention does not take this shape here")
-    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    found = run(
-        lambda q, k, v: flex_attention(q, k, v, cu_seqlens, training=True, **options(device)), "grouped", device, dtype
-    )
-    return assert_all_close(found, expected, dtype)
-
-
-@pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_torchs_varlen_kernel_is_the_cpus(device, dtype, shape, window):
-    from ullage.attention.varlen import serves_varlen, varlen_attention
-
-    query, _, value, _ = tensors(shape)
-    if not serves_varlen(query.to(device, dtype), value.to(device, dtype), 0.0):
-        pytest.skip(f"the varlen kernel does not take {shape} here")
-    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    found = run(
-        lambda q, k, v: varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), window=window, scale=0.3),
-        shape,
-        device,
-        dtype,
-    )
-    assert_all_close(found, expected_of(shape, window, scale=0.3), dtype)
-
-
-@pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_flex_attention_is_the_cpus(device, dtype, shape, window):
-    """Forward alone on a CPU, where torch has no backward of it."""
-    from ullage.attention.varlen import flex_attention, serves_flex
-
-    query, _, value, _ = tensors(shape)
-    if device.type == "cuda" and not serves_flex(query.to(device, dtype), value.to(device, dtype), 0.0):
-        pytest.skip(f"flex attention does not take {shape} here")
-    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-
-    def attend(q, k, v):
-        return flex_attention(q, k, v, cu_seqlens, window=window, training=True)
-
-    if device.type == "cpu":
-        with torch.no_grad():
-            found = [attend(*(tensor.to(dtype) for tensor in tensors(shape)[:3]))]
-        expected = expected_of(shape, window)[:1]
-        assert_close(found[0], expected[0], max(TOLERANCE[dtype], TOLERANCE[torch.float32]))
-        return
-    assert_all_close(run(attend, shape, device, dtype), expected_of(shape, window), dtype)
+    attend = attending(kernel, "grouped", device, dtype, **options(device))
+    assert_all_close(run(attend, "grouped", device, dtype), expected_of("grouped", **options("cpu")), dtype)
 
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -156,12 +123,10 @@ def model_of(name, **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation="ullage", dtype=torch.float32)
 
 
-def batch_of(seed=3, pad_to_multiple_of=1):
-    generator = torch.Generator().manual_seed(seed)
+def batch_of():
+    generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in LENGTHS if n]
-    return RaggedBatch.from_samples(
-        [{"input_ids": row, "labels": row} for row in rows], pad_to_multiple_of=pad_to_multiple_of
-    )
+    return RaggedBatch.from_samples([{"input_ids": row, "labels": row} for row in rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -177,33 +142,26 @@ def test_a_packed_model_is_the_cpus(device, name, dtype):
     assert_same_outcome(again, expected, max(TOLERANCE[dtype], TOLERANCE[torch.float32]))
 
 
-def test_autocast_and_recomputation_are_near_float32(device):
-    model = model_of("llama")
-    keywords = batch_of().to_flattened()
-    expected = outcome(model, keywords)
-    model.to(device).train().gradient_checkpointing_enable()
-    with torch.autocast(device.type, torch.bfloat16):
-        found = outcome(model, {**to_device(keywords, device), "use_cache": False})
-    assert_same_outcome(found, expected, TOLERANCE[torch.bfloat16])
-
-
-def test_dropout_is_served_by_lengths(device):
-    """With dropout of next to nothing, so that the numbers can be compared."""
+def test_dropout_autocast_and_recomputation_are_near_float32(device):
+    """With dropout, which the kernel by lengths serves, of next to nothing, so that the numbers can be compared."""
     model = model_of("llama", attention_dropout=1e-12).train()
     keywords = batch_of().to_flattened()
     expected = outcome(model, keywords)
-    found = outcome(model.to(device), to_device(keywords, device))
-    assert_same_outcome(found, expected, TOLERANCE[torch.float32])
+    assert_same_outcome(outcome(model.to(device), to_device(keywords, device)), expected, TOLERANCE[torch.float32])
+    model.gradient_checkpointing_enable()
+    with torch.autocast(device.type, torch.bfloat16):
+        found = outcome(model, {**to_device(keywords, device), "use_cache": False})
+    assert_same_outcome(found, expected, TOLERANCE[torch.bfloat16])
 
 
 def test_padded_rows_are_the_cpus(device):
     model = model_of("llama")
     keywords = batch_of().to_padded()
     real = keywords["attention_mask"].bool()
-    (logits, *rest), expected = (outcome(model, keywords), None)
-    expected = (logits[real], *rest)
-    logits, *rest = outcome(model.to(device), to_device(keywords, device))
-    assert_same_outcome((logits[real], *rest), expected, TOLERANCE[torch.float32])
+    expected = outcome(model, keywords)
+    found = outcome(model.to(device), to_device(keywords, device))
+    found, expected = ((logits[real], *rest) for logits, *rest in (found, expected))
+    assert_same_outcome(found, expected, TOLERANCE[torch.float32])
 
 
 def test_lengths_on_the_device_are_read_anew_when_they_change(device):

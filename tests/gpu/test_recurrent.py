@@ -37,41 +37,40 @@ def samples(lengths=LENGTHS, labels=None):
     return [{"input_ids": row, "labels": row % 2 if labels == 2 else row.clone()} for row in rows]
 
 
-def forms(batch):
-    """The ways into a model."""
-    packed = batch.to_packed_sequence("input_ids")
-    return {"flattened": batch.to_flattened(), "padded": batch.to_padded(), "packed": {"input_ids": packed}}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (7, 7, 7)], ids=["ragged", "equal"])
 def test_a_language_model_is_the_cpus(device, cell, dtype, lengths):
     model = model_of(RecurrentForCausalLM, cell)
     batch = RaggedBatch.from_samples(samples(lengths), pad_to_multiple_of=4)
-    for form in ("flattened", "padded"):
-        keywords = forms(batch)[form] if form == "padded" else batch.to_flattened()
+    padded = batch.to_padded()
+    # What lies on padding is nobody's.
+    forms = [(padded, padded["attention_mask"].bool())]
+    forms += [(batch.to_flattened(), (torch.zeros(1, dtype=torch.long), torch.from_numpy(batch.layout.token_index())))]
+    for keywords, real in forms:
         expected = outcome(model.float().cpu(), keywords)
         found = outcome(model.to(device, dtype), to_device(keywords, device))
-        if form == "padded":  # what lies on padding is nobody's
-            real = keywords["attention_mask"].bool()
-            found, expected = ((logits[real], *rest) for logits, *rest in (found, expected))
-        else:
-            real = torch.from_numpy(batch.layout.token_index())
-            found, expected = ((logits[0, real], *rest) for logits, *rest in (found, expected))
         # Forty steps of a ReLU in bfloat16: which side of its kink a state lies on differs.
         tolerance = 0.15 if (cell, dtype) == ("rnn_relu", torch.bfloat16) else TOLERANCE[dtype]
-        assert_same_outcome(found, expected, max(tolerance, TOLERANCE[torch.float32]))
+        assert_same_outcome(at(real, found), at(real, expected), max(tolerance, TOLERANCE[torch.float32]))
+
+
+def at(real, outcome):
+    """An outcome whose logits are those of real tokens alone."""
+    logits, *rest = outcome
+    return logits[real], *rest
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_autocast_is_near_float32(device, cell):
+def test_autocast_is_near_float32(device, cell, recwarn):
     model = model_of(RecurrentForCausalLM, cell)
     keywords = RaggedBatch.from_samples(samples()).to_flattened()
     expected = outcome(model, keywords)
     with torch.autocast(device.type, torch.bfloat16):
         found = outcome(model.to(device), to_device(keywords, device))
     assert_same_outcome(found, expected, 0.15)  # forty steps in bfloat16
+    outcome(model, to_device(keywords, device))  # and cuDNN finds the weights in one buffer
+    assert not [warning for warning in recwarn if "contiguous chunk" in str(warning.message)]
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
@@ -84,10 +83,8 @@ def test_a_bidirectional_classifier_is_the_cpus(device, kind, cell):
     keywords = RaggedBatch.from_samples(rows).to_padded()
     expected = outcome(model, keywords)
     found = outcome(model.to(device), to_device(keywords, device))
-    if kind is RecurrentForTokenClassification:
-        real = keywords["attention_mask"].bool()
-        found, expected = ((logits[real], *rest) for logits, *rest in (found, expected))
-    assert_same_outcome(found, expected, TOLERANCE[torch.float32])
+    real = keywords["attention_mask"].bool() if kind is RecurrentForTokenClassification else ...
+    assert_same_outcome(at(real, found), at(real, expected), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
@@ -101,8 +98,7 @@ def test_a_translator_is_the_cpus_and_writes_the_same(device, cell):
     written = model.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
     found = outcome(model.train().to(device), to_device(keywords, device))
     real = keywords["attention_mask"].bool()
-    found, expected = ((logits[real], *rest) for logits, *rest in (found, expected))
-    assert_same_outcome(found, expected, TOLERANCE[torch.float32])
+    assert_same_outcome(at(real, found), at(real, expected), TOLERANCE[torch.float32])
     again = model.eval().generate(**to_device(prompts, device), max_new_tokens=6, do_sample=False)
     assert torch.equal(again.cpu(), written)
 
@@ -145,16 +141,10 @@ def test_every_run_order_gives_outputs_and_final_states(device, cell, run_order)
         assert_close(one, other, TOLERANCE[torch.float32])
 
 
-def test_cudnn_finds_the_weights_in_one_buffer(device, recwarn):
-    model = model_of(RecurrentForCausalLM, "lstm").to(device)
-    model(**to_device(RaggedBatch.from_samples(samples()).to_flattened(), device)).loss.backward()
-    assert not [warning for warning in recwarn if "contiguous chunk" in str(warning.message)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_scan_is_the_cpus(device, dtype):
     generator = torch.Generator().manual_seed(0)
-    decay, inflow, state = torch.rand(300, 8, generator=generator), torch.randn(300, 8, generator=generator), None
+    decay, inflow = torch.rand(300, 8, generator=generator), torch.randn(300, 8, generator=generator)
     starts = torch.tensor([0, 1, 100, 101, 256])
     state = torch.randn(5, 8, generator=generator)
 
