@@ -208,17 +208,6 @@ def test_adapters_on_a_packed_model(model_type):
     assert near(gradients(adapted, found), wanted, 1e-4)
 
 
-def test_padding_within_a_row_changes_nothing():
-    rows = sequences()
-    batch = RaggedBatch.from_samples([{"input_ids": row} for row in rows], pad_to_multiple_of=8)
-    real = torch.from_numpy(~batch.layout.padding_mask())
-    for model_type, kind in (("bert", "masked"), ("gpt_neo", "causal"), ("qwen3_next", "causal")):
-        model = tiny_model(model_type, kind)
-        expected = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
-        pack_model(model)
-        assert near(model(**batch.to_flattened()).logits[0][real], expected), model_type
-
-
 def test_positions_of_ones_own_are_kept():
     model = tiny_model("gpt_neo", "causal")
     rows = sequences()

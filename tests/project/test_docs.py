@@ -7,7 +7,6 @@ they name, small ones. What a page shows as output is compared with the real one
 import ast
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -37,8 +36,6 @@ from tests.support.page_files import (
     MADE_BY_PYTHON,
     READERS_OWN,
     commands_of,
-    copy_of_the_tree,
-    environment_without_ullage,
     prepare,
     run_shell,
 )
@@ -182,35 +179,6 @@ def test_the_commands_of_a_page_run_and_print_what_the_page_says(page, tmp_path,
         assert "Traceback" not in done.stdout, f"{block.place}\n{done.stdout[-3000:]}"
         if output is not None and output.language in OUTPUT and not output.why_not:
             assert differences(output.text, done.stdout) == [], f"{output.place}\n{done.stdout}"
-
-
-@pytest.mark.slow
-def test_what_the_pages_install_is_the_wheel_of_this_tree(tmp_path):
-    """Without an index: pip finds everything else installed, and ullage in a folder with one wheel."""
-    blocks = [block for page in PAGES for block in BLOCKS[page] if "pip install" in commands_of(block)]
-    assert blocks
-    tree, wheels = copy_of_the_tree(tmp_path / "tree"), tmp_path / "wheels"
-    built = [
-        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-qw", str(wheels),
-    ]  # fmt: skip
-    subprocess.run([*built, str(tree)], check=True, timeout=120, env=environment())
-    assert len(list(wheels.glob("ullage-*.whl"))) == 1
-    for number, text in enumerate(sorted({block.text for block in blocks})):
-        python = environment_without_ullage(tmp_path / f"environment{number}")
-        settings = {
-            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
-            "PYTHONPATH": "",
-            "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": str(wheels),
-            "PIP_NO_BUILD_ISOLATION": "false",
-        }
-        run = functools.partial(subprocess.run, cwd=tree, capture_output=True, text=True, timeout=120)
-        done = run(["bash", "-e", "-c", text], env={**environment(), **settings})
-        assert done.returncode == 0, text + done.stdout + done.stderr
-        found = run(
-            [python, "-c", "import ullage; print(ullage.__file__)"], env={**environment(), **settings, "HOME": "/"}
-        )
-        assert found.stdout.startswith(str(python.parents[1])), found.stdout + found.stderr
 
 
 def test_every_block_runs_or_says_why_not():

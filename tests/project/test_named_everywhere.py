@@ -8,7 +8,6 @@ import ullage.training.trl
 from maintenance.models_page import verdicts
 from tests.support.launch import ROOT
 from ullage.cli.train import ModelArguments
-from ullage.engines import FRAMEWORKS
 from ullage.models import RecurrentConfig
 from ullage.models.cells import CELLS
 
@@ -23,12 +22,6 @@ def test_a_cell_is_named_wherever_cells_are_listed(cell):
     for page in ("recurrent.md", "command.md"):
         assert f"`{cell}`" in (DOCS / page).read_text(), page
     assert verdicts((DOCS / "models.md").read_text())["recurrent"][cell] == "exact", "make models"
-
-
-@pytest.mark.parametrize("engine", FRAMEWORKS)
-def test_an_adapter_is_named_where_frameworks_are_listed(engine):
-    (call,) = (line for line in (DOCS / "frameworks.md").read_text().splitlines() if line.startswith("slime.install()"))
-    assert engine in call.replace(",", " ").replace(".", " ").split()
 
 
 @pytest.mark.parametrize("trainer", [name for name in ullage.training.trl.__all__ if name.endswith("Trainer")])

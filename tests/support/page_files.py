@@ -5,8 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,31 +90,6 @@ def run_shell(text: str, folder: Path, home: Path, timeout: int = 240) -> subpro
     )  # fmt: skip
 
 
-def copy_of_the_tree(target: Path) -> Path:
-    """What a wheel is built from, as a clone has it."""
-    shutil.copytree(ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "maintenance/metadata.py"):
-        (target / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, target / name)
-    return target
-
-
-def environment_without_ullage(target: Path) -> Path:
-    """A virtual environment that sees all packages of this one but ullage; returns its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True)
-    here, seen = Path(sysconfig.get_path("purelib")), target / "packages"
-    seen.mkdir()
-    for entry in here.iterdir():
-        if "ullage" not in entry.name and entry.suffix != ".pth":
-            (seen / entry.name).symlink_to(entry)
-    python = target / "bin" / "python"
-    (next(target.glob("lib/python*/site-packages")) / "seen.pth").write_text(f"{seen}\n")
-    pip = target / "bin" / "pip"
-    pip.write_text(f'#!/bin/sh\nexec "{python}" -m pip "$@"\n')
-    pip.chmod(0o755)
-    return python
-
-
 def _rows(target: Path, rows: list[dict[str, object]]) -> None:
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -194,6 +167,5 @@ FILES: dict[str, Callable[[Path], None]] = {
     "llama.json": _config,
     "path/to/model": _model,
     "checkpoint-300": _trainers,
-    "checkpoints/global_step1000": _zero,
     "runs/zero/checkpoint-300/global_step300": _zero,
 }
