@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[compiled._Background
     mine.end()
 
 
-def _in_both_forms(make: Callable[[], Any]) -> tuple[Any, Any]:
+def in_both_forms(make: Callable[[], Any]) -> tuple[Any, Any]:
     """What ``make`` returns with all kernels compiled, and with none."""
     compile_all()
     assert compiled._COMPILED
@@ -60,22 +61,20 @@ def test_compiled_and_as_python_the_plans_are_the_same(seed: int) -> None:
         plan = ullage.plan(lengths, **options)
         return plan, plan.statistics()
 
-    fast, slow = _in_both_forms(make)
+    fast, slow = in_both_forms(make)
     assert fast == slow
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sync": "step"}, {"context_parallel": "auto"}, {"max_sequences": 9}, {"capacity": 1 << 61}]
+    "options", [{}, {"sync": "step"}, {"context_parallel": "auto"}, {"max_sequences": 9}, {"capacity": 1 << 61}, None]
 )
-def test_a_step_of_many_sequences_is_the_same_too(options: dict) -> None:
-    options = {"ranks": 8, "capacity": 8192} | options
-    fast, slow = _in_both_forms(lambda: ullage.plan(FOUR_HUNDRED, **options))
-    assert fast == slow
+def test_many_sequences_are_planned_and_packed_alike_too(options: dict | None) -> None:
+    def make() -> Any:
+        if options is None:
+            return [rows.tolist() for rows in ullage.pack_lengths(FOUR_HUNDRED, 8192)]
+        return ullage.plan(FOUR_HUNDRED, **{"ranks": 8, "capacity": 8192, **options})
 
-
-def test_packing_is_the_same_too() -> None:
-    lengths = np.random.default_rng(4).integers(0, 3000, 900)
-    fast, slow = _in_both_forms(lambda: [rows.tolist() for rows in ullage.pack_lengths(lengths, 4096)])
+    fast, slow = in_both_forms(make)
     assert fast == slow
 
 
@@ -114,34 +113,20 @@ def test_no_plan_waits_for_its_kernels(background, monkeypatch: pytest.MonkeyPat
     assert called
 
 
-class _Never(threading.Event):
-    """What is never done; ``waited`` gets the seconds for which it was waited for."""
-
-    def __init__(self, waited: list[float]) -> None:
-        super().__init__()
-        self.waited = waited
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waited.append(timeout or 0.0)
-        return False
-
-
-@pytest.mark.parametrize(("work", "waits"), [(compiled._SMALL, False), (compiled._SMALL + 1, True)])
-def test_only_what_takes_long_as_python_waits_and_no_longer_than_that(background, monkeypatch, work, waits) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(background, "ask", lambda function, now: _Never(waited))
-    keys = np.array([1, 3, 2])
-    assert compiled.run(items.falling_order, keys, work=work).tolist() == [1, 2, 0]
-    assert waited == ([work / 1e6] if waits else [])
-
-
-def test_compilation_is_announced_once_where_a_plan_waits_for_it(background, monkeypatch, caplog) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(background, "ask", lambda function, now: _Never(waited))
+def test_only_what_takes_long_as_python_waits_no_longer_than_that_and_says_so_once(background, monkeypatch, caplog):
+    waited: list[float | None] = []
+    never = SimpleNamespace(wait=lambda timeout=None: waited.append(timeout))
+    monkeypatch.setattr(background, "ask", lambda function, now: never)
     compiled._announce.cache_clear()
-    for _ in range(2):
-        compiled.run(items.falling_order, np.array([1, 3, 2]), work=60_000_000)
-    assert waited == [5.0, 55.0] * 2
+    for work, waits in (
+        (compiled._SMALL, []),
+        (compiled._SMALL + 1, [(compiled._SMALL + 1) / 1e6]),
+        (60_000_000, [5.0, 55.0]),
+        (60_000_000, [5.0, 55.0]),
+    ):
+        assert compiled.run(items.falling_order, np.array([1, 3, 2]), work=work).tolist() == [1, 2, 0]
+        assert waited == waits
+        waited.clear()
     assert [each.message for each in caplog.records] == [
         "compiling the planner, once after an installation: this takes up to half a minute"
     ]
