@@ -13,7 +13,6 @@ from tests.support.megatron_samples import pack, sample
 from ullage import InputError, RaggedBatch
 from ullage.engines.megatron import (
     get_batch_on_this_rank_for_sequence_packing,
-    packed_step,
     transformer_terms,
     wrap_data_iterator,
 )
@@ -79,17 +78,14 @@ def test_lists_arrays_and_a_collate_dimension_are_samples_too():
             assert mine[name].dtype == expected[name].dtype
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"cu_seqlens": torch.tensor([0, 5])}, "says twice"),
-        ({"original_seq_len": 0}, "expected 1 to 8, found 0"),
-        ({"original_seq_len": 9}, "expected 1 to 8, found 9"),
-        ({"labels": torch.arange(7)}, "disagree in length"),
-        ({"reward": torch.ones(3)}, "neither one entry per token nor one per sequence"),
-        ({"note": "text"}, "'note'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"cu_seqlens": torch.tensor([0, 5])}, "says twice"),
+    ({"original_seq_len": 0}, "expected 1 to 8, found 0"),
+    ({"original_seq_len": 9}, "expected 1 to 8, found 9"),
+    ({"labels": torch.arange(7)}, "disagree in length"),
+    ({"reward": torch.ones(3)}, "neither one entry per token nor one per sequence"),
+    ({"note": "text"}, "'note'"),
+])  # fmt: skip
 def test_a_sample_that_contradicts_itself_is_named(change, words):
     with pytest.raises(InputError, match=words) as caught:
         read_items([sample(4, 4), {**sample(5, 8), **change}])
@@ -103,21 +99,18 @@ def test_cu_seqlens_that_bound_nothing_are_refused(ends):
         read_items([bad])
 
 
-@pytest.mark.parametrize(
-    ("fields", "tp", "cp", "expected"),
-    [
-        ({}, 1, 1, 1),
-        ({}, 2, 1, 1),
-        ({"sequence_parallel": True}, 2, 1, 2),
-        ({}, 1, 2, 4),
-        ({"sequence_parallel": True}, 4, 2, 16),
-        ({"fp8": "e4m3"}, 1, 1, 16),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 1, 2, 64),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise", "sequence_parallel": True}, 2, 1, 128),
-        ({"fp4": "e2m1"}, 1, 2, 256),
-        ({"pad_packed_seq_alignment": 64}, 1, 2, 4),  # of the row, and not of each sequence
-    ],
-)
+@pytest.mark.parametrize(("fields", "tp", "cp", "expected"), [
+    ({}, 1, 1, 1),
+    ({}, 2, 1, 1),
+    ({"sequence_parallel": True}, 2, 1, 2),
+    ({}, 1, 2, 4),
+    ({"sequence_parallel": True}, 4, 2, 16),
+    ({"fp8": "e4m3"}, 1, 1, 16),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 1, 2, 64),
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise", "sequence_parallel": True}, 2, 1, 128),
+    ({"fp4": "e2m1"}, 1, 2, 256),
+    ({"pad_packed_seq_alignment": 64}, 1, 2, 4),  # of the row, and not of each sequence
+])  # fmt: skip
 def test_slots_are_multiples_of_what_all_ranks_can_share(fields, tp, cp, expected):
     assert Settings.of(config(**fields)).pad_to_multiple_of(Topology.grid(0, tp=tp, cp=cp)) == expected
 
@@ -203,9 +196,3 @@ def test_layers_that_carry_a_state_from_one_sequence_into_the_next_are_refused()
     MambaMixer.forward = lambda self, hidden: hidden
     with pytest.raises(InputError, match="carry their state from one sequence of a row into the next"):
         find_owners([torch.nn.Sequential(mixer)], asked, True, None)
-
-
-def test_the_plan_is_kept():
-    step = packed_step(iter([sample(5, 8), sample(20, 24)]), config(), 2)
-    assert step.plan.lengths.tolist() == [5, 20]
-    assert step.plan.statistics().num_tokens == step.num_tokens == 25

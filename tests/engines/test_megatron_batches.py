@@ -42,16 +42,10 @@ def test_two_sequences_that_fit_one_microbatch_go_to_two_ranks(behaviours):
     assert [rows for _, rows in by_arrival] == [[[0, 4, 8]], None, [[0, 0]], None]
 
 
-def test_an_oversize_sequence_is_named_everywhere(behaviours):
-    for rank in behaviours:
-        line = rank["few"]["an oversize sequence"]
-        assert "does not fit" in line
-        assert "sequence 0" in line
-        assert "found 40" in line
-
-
-def test_a_step_without_samples_is_an_error(behaviours):
-    assert all("no rank has any sample" in rank["few"]["no sequence at all"] for rank in behaviours)
+def test_a_step_with_an_oversize_sequence_or_without_samples_is_an_error_everywhere(behaviours):
+    for found in (rank["few"] for rank in behaviours):
+        assert all(words in found["an oversize sequence"] for words in ("does not fit", "sequence 0", "found 40"))
+        assert "no rank has any sample" in found["no sequence at all"]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +79,12 @@ def test_a_fault_of_one_rank_is_an_error_on_every_rank(behaviours, fault, words,
         assert line.startswith("InputError" if str(number) in at_fault else "DistributedError"), line
 
 
-def test_ranks_that_do_not_agree_say_so(behaviours):
-    for fault, words in (("other fields", "'reward'"), ("another capacity", "different plans")):
-        assert all(words in rank["bad_input"][fault] for rank in behaviours)
-
-
-def test_sound_steps_follow_faulty_ones(behaviours):
+def test_ranks_that_do_not_agree_say_so_and_sound_steps_follow(behaviours):
     for rank in behaviours:
+        assert "'reward'" in rank["bad_input"]["other fields"]
+        assert "different plans" in rank["bad_input"]["another capacity"]
         for group in ("bad_input", "bad_batches"):
-            assert rank[group]["nothing"] is None
-            assert rank[group]["still sound"] is None
+            assert (rank[group]["nothing"], rank[group]["still sound"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +193,11 @@ def test_every_token_arrives_once_whoever_brings_it(behaviours, case):
     assert sorted(by_place[0][0] + by_place[1][0]) == wanted
 
 
-def test_fields_of_ones_own_come_along_without_a_broadcast(behaviours):
+def test_fields_of_ones_own_come_along_without_a_broadcast_and_groups_that_are_no_grid_are_refused(behaviours):
     found = [rank["everywhere"] for rank in behaviours]
     assert all(rank["agree"] for rank in found)
     assert sorted(found[0]["rewards"] + found[2]["rewards"]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_groups_that_are_no_grid_are_refused(behaviours):
     assert all("ranks disagree on the dp axis" in rank["another_order"]["crooked"] for rank in behaviours)
-
-
-def test_what_is_being_sent_keeps_its_memory(behaviours):
-    """gloo reads when the receiver is ready; megatron-core frees when the send is posted."""
-    assert behaviours[0]["freed_while_sent"] == {"freed to": 1, "others": 0.0}
-    assert behaviours[1]["freed_while_sent"] == {"received": [3.0]}
 
 
 @pytest.fixture

@@ -180,24 +180,18 @@ def test_a_tail_moves_no_sequence(drawn, parts, order, extend, alignment):
     assert again == after
 
 
-@pytest.mark.parametrize(
-    ("alignment", "graph", "cp", "total", "local", "policy"),
-    [
-        (4, "none", 1, 3, 4, "extend_last"),
-        (4, "none", 2, 10, 8, "extend_last"),
-        (8, "transformer_engine", 2, 10, 8, "extend_last"),
-        (4, "none", 2, 10, 8, "append_dummy_seq"),
-        (8, "transformer_engine", 2, 10, 8, "append_dummy_seq"),
-    ],
-)
+@pytest.mark.parametrize(("alignment", "graph", "cp", "total", "local", "policy"), [
+    (4, "none", 1, 3, 4, "extend_last"),
+    (4, "none", 2, 10, 8, "extend_last"),
+    (8, "transformer_engine", 2, 10, 8, "extend_last"),
+    (4, "none", 2, 10, 8, "append_dummy_seq"),
+    (8, "transformer_engine", 2, 10, 8, "append_dummy_seq"),
+])  # fmt: skip
 def test_contiguous_rows_get_their_tail_before_they_are_cut(alignment, graph, cp, total, local, policy):
     made = config(
-        cp_partition_mode="contiguous",
-        pad_packed_seq_alignment=alignment,
-        max_seqlen_per_dp_cp_rank=8,
-        cuda_graph_impl=graph,
-        thd_tail_padding_policy=policy,
-    )
+        cp_partition_mode="contiguous", pad_packed_seq_alignment=alignment, max_seqlen_per_dp_cp_rank=8,
+        cuda_graph_impl=graph, thd_tail_padding_policy=policy,
+    )  # fmt: skip
     given_row = row([total])
     layout, shown = tail_of(made, 1).filled(Layout([total]), cp, "contiguous")
     one = Microbatch(given_row, Layout([total]), clean=False)
@@ -213,22 +207,18 @@ def test_contiguous_rows_get_their_tail_before_they_are_cut(alignment, graph, cp
 def test_a_longer_last_sequence_moves_the_zigzag_chunks():
     """Slots 4 and 8 at cp 2, padded to 8 each rank: the last slot is cut as one of 12."""
     layout, _ = Tail(4, None, None, True).filled(Layout([4, 8]), 2)
-    one = Microbatch(row([4, 8]), Layout([4, 8]))
-    part, _ = cut_row(one, layout, ["tokens"], 2, 0, "zigzag", None)
+    part, _ = cut_row(Microbatch(row([4, 8]), Layout([4, 8])), layout, ["tokens"], 2, 0, "zigzag", None)
     assert part["tokens"].tolist() == [1, 4, 5, 6, 7, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"pad_packed_seq_alignment": "most"}, "'max' or a positive integer"),
-        ({"pad_packed_seq_alignment": 0}, "'max' or a positive integer"),
-        ({"thd_tail_padding_policy": "drop"}, "thd_tail_padding_policy"),
-        ({"thd_max_packed_sequences": 0}, "thd_max_packed_sequences"),
-        ({"thd_max_packed_sequences": 1, "pad_packed_seq_alignment": 8}, "counts the dummy"),
-        ({"cp_partition_mode": "spiral"}, "cp_partition_mode"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"pad_packed_seq_alignment": "most"}, "'max' or a positive integer"),
+    ({"pad_packed_seq_alignment": 0}, "'max' or a positive integer"),
+    ({"thd_tail_padding_policy": "drop"}, "thd_tail_padding_policy"),
+    ({"thd_max_packed_sequences": 0}, "thd_max_packed_sequences"),
+    ({"thd_max_packed_sequences": 1, "pad_packed_seq_alignment": 8}, "counts the dummy"),
+    ({"cp_partition_mode": "spiral"}, "cp_partition_mode"),
+])  # fmt: skip
 def test_a_field_that_cannot_be_met_is_named(fields, words):
     with pytest.raises(InputError, match=words):
         wrap_data_iterator(iter([sample(4, 4)]), config(**fields), 1)
@@ -359,9 +349,7 @@ def test_no_microbatch_has_less_than_the_least_degree():
 
 def test_rows_of_a_batch_keep_fields_of_ones_own_beside_a_tail():
     samples = [{**sample(n, n), "advantage": torch.full((n,), float(n)), "reward": torch.tensor(1.0)} for n in (4, 9)]
-    step = packed_step(iter(samples), config(pad_packed_seq_alignment="max"), 2)
-    one = next(step.data_iterator)
-    assert isinstance(one, Microbatch)
+    one = next(packed_step(iter(samples), config(pad_packed_seq_alignment="max"), 2).data_iterator)
     assert RaggedBatch({"a": one["advantage"]}, one.layout)["a"].sum() == 16 + 81
     tokens, *_ = get_batch_on_this_rank_for_sequence_packing(iter([one]))
     assert tokens.shape == (1, 64)

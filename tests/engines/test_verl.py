@@ -73,13 +73,13 @@ def test_large_batches_by_workload():
 
 
 def test_partitions_that_cannot_be():
-    for given, k, equal, words in (
+    for numbers, k, equal, words in (
         ([1, 2], 3, False, "fewer items than partitions: expected at least 3, found 2"),
         ([1, 2, 3], 2, True, "equal_size must divide the items: expected a multiple of 2, found 3"),
         ([1, 2, 3], 0, False, "k_partitions must be an integer"),
     ):
         with pytest.raises(ValueError, match=words):
-            get_seqlen_balanced_partitions(given, k, equal)
+            get_seqlen_balanced_partitions(numbers, k, equal)
 
 
 def padded(lengths, width=None):

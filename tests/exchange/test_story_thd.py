@@ -8,6 +8,7 @@ another order, cannot use any of it.
 Cause: one function that schedules, fetches, communicates and packs; sums of squares in float32, exact to 2**24 only;
 boundaries found by looking for zeros; ranks computed from global ids; field names fixed in the code.
 Strategy: a pure plan; steps that stand alone; integers as int64; explicit counts in a header; who owns data as a value.
+The first of these symptoms are those of ``test_exchange.py`` and ``test_packed_iterator.py``.
 """
 
 import numpy as np
@@ -16,25 +17,10 @@ import torch
 
 import ullage
 from ullage.datasets import MockSamples
-from ullage.exchange import Lengths, PackedIterator, exchange, materialize, shard
+from ullage.exchange import Lengths, PackedIterator, exchange, shard
 from ullage.ranks import Topology
 
 pytestmark = pytest.mark.regression
-
-
-def test_fewer_sequences_than_ranks_give_empty_microbatches():
-    plan = ullage.plan([7, 5], ranks=8, capacity=16)
-    samples = [{"tokens": torch.arange(n)} for n in (7, 5)]
-    held = [materialize(plan, samples, rank) for rank in range(8)]
-    assert sorted(batch.layout.num_tokens for batches in held for batch in batches) == [0] * 6 + [5, 7]
-    assert all(batch.placeholder()["tokens"].shape == (1,) for batches in held for batch in batches)
-
-
-def test_an_oversize_sequence_is_an_error_that_names_it_and_never_an_empty_pack():
-    samples = [{"tokens": torch.arange(n)} for n in (5, 40, 6)]
-    steps = PackedIterator(samples, global_batch_size=3, capacity=32)
-    with steps, pytest.raises(ullage.InputError, match=r"does not fit.*sequence 1.*found 40"):
-        next(steps)
 
 
 def test_sums_are_exact_beyond_float32_and_count_real_tokens():
@@ -47,16 +33,6 @@ def test_sums_are_exact_beyond_float32_and_count_real_tokens():
     assert step.num_tokens == sum(lengths)
     assert step.sum_squared_lengths == sum(n * n for n in lengths)
     assert sum(batch.layout.size for batch in step.microbatches) == 5 * 9216 + 1024
-
-
-def test_every_rank_that_holds_the_data_needs_no_group_at_all():
-    samples = [{"tokens": torch.arange(n), "advantage": torch.rand(n, dtype=torch.float64)} for n in (5, 9, 3, 8)]
-    plan = ullage.plan([5, 9, 3, 8], ranks=2, capacity=16)
-    rewards = [torch.cat([b["advantage"] for b in materialize(plan, samples, rank)]) for rank in range(2)]
-    assert sorted(torch.cat(rewards).tolist()) == sorted(torch.cat([s["advantage"] for s in samples]).tolist())
-    # Outputs go back to the order the samples came in.
-    outputs = torch.tensor([int(i) for m in range(plan.num_microbatches) for r in range(2) for i in plan.members(m, r)])
-    assert outputs[torch.from_numpy(plan.inverse)].tolist() == [0, 1, 2, 3]
 
 
 def test_slicing_needs_no_broadcast_and_keeps_megatron_s_labels_as_they_are():

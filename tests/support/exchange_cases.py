@@ -71,11 +71,6 @@ def everywhere(value):
     return out
 
 
-def sub_topology(size, rank, group, ranks):
-    """A data-parallel topology over part of the world."""
-    return Topology(dp=Axis("dp", size, ranks.index(rank), tuple(ranks), group))
-
-
 def exchange_in_worlds(rank, world):
     """Every world size up to ``world``, ranks in any order, uneven shares: each token arrives once, where planned."""
     done = 0
@@ -85,7 +80,7 @@ def exchange_in_worlds(rank, world):
         if rank not in ranks:
             continue
         # torch sorts a group's ranks; coordinates keep the order given.
-        topology = sub_topology(size, rank, group, ranks)
+        topology = Topology(dp=Axis("dp", size, ranks.index(rank), tuple(ranks), group))
         for seed, count in enumerate([0, 1, size // 2, 3 * size, 40]):
             everything = dataset(count, seed)
             owner = np.sort(np.random.default_rng([size, seed]).integers(0, size, count))
@@ -95,13 +90,8 @@ def exchange_in_worlds(rank, world):
             assert gathered.lengths.tolist() == lengths_of(everything).tolist()
             assert gathered.counts.tolist() == np.bincount(owner, minlength=size).tolist()
             for pad_to_multiple_of, multiple in ((1, 1), (8, 3)):
-                plan = ullage.plan(
-                    gathered.lengths,
-                    ranks=size,
-                    capacity=64,
-                    pad_to_multiple_of=pad_to_multiple_of,
-                    microbatch_multiple=multiple,
-                )
+                options = {"pad_to_multiple_of": pad_to_multiple_of, "microbatch_multiple": multiple}
+                plan = ullage.plan(gathered.lengths, ranks=size, capacity=64, **options)
                 got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
                 if count:
                     want = materialize(plan, everything, topology.dp.rank, per_sequence=["logits"])
@@ -127,23 +117,8 @@ def exchange_shared_bins(rank, world):
     mine = everything[rank::world]
     gathered = gather_lengths(lengths_of(mine), topology)
     ordered = [s for r in range(world) for s in everything[r::world]]
-    base = ullage.plan(gathered.lengths, ranks=world // 2, capacity=256, pad_to_multiple_of=4)
-    offsets = np.zeros(base.num_microbatches * world + 1, np.int64)
-    counts = np.zeros((base.num_microbatches, world), np.int64)
-    counts[:, ::2] = np.diff(base.offsets).reshape(-1, world // 2)
-    offsets[1:] = np.cumsum(counts)
-    plan = ullage.Plan(
-        order=base.order,
-        offsets=offsets,
-        degrees=np.full((base.num_microbatches, world), 2),
-        lengths=base.lengths,
-        original_lengths=base.original_lengths,
-        costs=base.costs,
-        ranks=world,
-        capacity=128,
-        pad_to_multiple_of=4,
-    )
-    assert plan.problems() == []
+    plan = ullage.plan(gathered.lengths, ranks=world, capacity=128, pad_to_multiple_of=4, context_parallel=2)
+    assert (plan.degrees == 2).all()
     got = exchange(plan, mine, topology, gathered, per_sequence=["logits"])
     for a, b in zip(got, materialize(plan, ordered, rank, per_sequence=["logits"]), strict=True):
         same(a, b)

@@ -42,17 +42,14 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_s
 def make_model(kind="llama", **options):
     torch.manual_seed(0)
     if kind == "recurrent":
-        return RecurrentForCausalLM(
-            RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
-        )
+        config = RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
+        return RecurrentForCausalLM(config)
     if kind == "classifier":
-        return transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL)
-        )
+        config = transformers.LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL)
+        return transformers.LlamaForSequenceClassification(config)
     if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options)
-        )
+        config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options)
+        return transformers.GPT2LMHeadModel(config)
     if kind == "lfm2":
         return tiny_model("lfm2", "causal")
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, **SIZES, **SPECIAL, **options}
@@ -219,15 +216,6 @@ def continue_zero(rank, world, folder, mesh, settings):
     trainer.train()
     moment = float(optimizer.state[named[0][1]]["step"])
     return {"losses": logged(trainer), "step": moment}
-
-
-def load_zero(rank, world, folder, truth, mesh):
-    """Fills a model from a converted checkpoint with a known value in every element; what differs from it."""
-    model, optimizer, _ = spread(mesh=mesh)
-    fsdp.load(folder, model, optimizer, hyperparameters=False)
-    held = whole_state(model, optimizer)
-    told = torch.load(truth)
-    return {"differing": [name for name in told if not torch.equal(told[name], held[name])], "compared": len(told)}
 
 
 def break_it(rank, world, folder, kind, **options):
