@@ -84,6 +84,8 @@ def seen(name, folder, *, batchwise=False, stream=False, **options):
     calls = []
 
     def compute_metrics(given, compute_result=None):
+        if batchwise:  # as transformers gives them, who says that they are computed with torch
+            assert all(isinstance(entry, torch.Tensor) for entry in (*given.predictions, *given.inputs, given.losses))
         whole = {key: lists(getattr(given, key)) for key in ("predictions", "label_ids", "inputs", "losses")}
         calls.append({**whole, "compute_result": compute_result})
         return {"number": sum(len(call["label_ids"]) for call in calls)}

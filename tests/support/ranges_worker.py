@@ -141,27 +141,3 @@ def load_damaged(job: Job, rank: int) -> dict[str, dict[str, Any]]:
         same = all(torch.equal(a, b) for a, b in zip(before, flats, strict=True))
         said[place.name] = {"error": error, "untouched": same}
     return said
-
-
-def die_while_reading(job: Job, rank: int) -> None:
-    """End at the fifth read, as by kill -9."""
-    import os
-    import signal
-
-    from ullage.checkpoint.core.reading import Sources
-    from ullage.training.deepspeed import load_checkpoint
-
-    read, count = Sources.read, 0
-
-    def fifth(*args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        read(*args)
-
-    assert job.load_from is not None
-    recipes = json.loads((job.load_from.parent / LIST).read_text())
-    engine = make_engine(replace(Recipe(**recipes[job.load_from.name]), stage=job.stage))
-    Sources.read = fifth  # pyright: ignore[reportAttributeAccessIssue]
-    load_checkpoint(engine, job.load_from)

@@ -1,5 +1,7 @@
 """Batches of others' collators under packing: the same sequences, losses and gradients as RaggedCollator's."""
 
+import copy
+
 import datasets
 import numpy as np
 import pytest
@@ -35,34 +37,26 @@ def trls(**options):
     return Collator(pad_token_id=0, **options)
 
 
-COLLATORS = {
-    "flattening": lambda tokenizer: DataCollatorWithFlattening(),
-    "flattening, bounds": lambda tokenizer: DataCollatorWithFlattening(return_flash_attn_kwargs=True),
-    "flattening, bounds alone": lambda tokenizer: DataCollatorWithFlattening(
-        return_position_ids=False, return_flash_attn_kwargs=True
-    ),
-    "flattening, indices alone": lambda tokenizer: DataCollatorWithFlattening(
-        return_position_ids=False, return_seq_idx=True
-    ),
-    "flattening, all": lambda tokenizer: DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
-    "flattening, arrays": lambda tokenizer: DataCollatorWithFlattening(return_tensors="np"),
-    "flattening, another separator": lambda tokenizer: DataCollatorWithFlattening(separator_id=2),
-    "flattening, positions from 2": lambda tokenizer: DataCollatorWithFlattening(position_ids_start=2),
-    "ours, flattened": lambda tokenizer: RaggedCollator(True, "input_ids"),
-    "TRL's, padding free": lambda tokenizer: trls(padding_free=True),
-    "TRL's": lambda tokenizer: trls(),
-    "TRL's, positions": lambda tokenizer: trls(return_position_ids=True, pad_to_multiple_of=16),
-    "language modelling": lambda tokenizer: DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    "padded on the left": lambda tokenizer: DataCollatorForSeq2Seq(tokenizer_on_the_left(tokenizer)),
-}
-
-
-def tokenizer_on_the_left(tokenizer):
-    import copy
-
+def on_the_left(tokenizer):
     left = copy.deepcopy(tokenizer)
     left.padding_side = "left"
-    return left
+    return DataCollatorForSeq2Seq(left)
+
+
+BOUNDS, INDICES = {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}
+COLLATORS = {
+    "flattening": lambda _: DataCollatorWithFlattening(),
+    "flattening, all": lambda _: DataCollatorWithFlattening(**BOUNDS, **INDICES),
+    "flattening, bounds alone": lambda _: DataCollatorWithFlattening(return_position_ids=False, **BOUNDS),
+    "flattening, indices alone": lambda _: DataCollatorWithFlattening(return_position_ids=False, **INDICES),
+    "flattening, arrays": lambda _: DataCollatorWithFlattening(return_tensors="np"),
+    "flattening, positions from 2": lambda _: DataCollatorWithFlattening(position_ids_start=2),
+    "ours, flattened": lambda _: RaggedCollator(True, "input_ids"),
+    "TRL's, padding free": lambda _: trls(padding_free=True),
+    "TRL's, positions": lambda _: trls(return_position_ids=True, pad_to_multiple_of=16),
+    "language modelling": lambda tokenizer: DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    "padded on the left": on_the_left,
+}
 
 
 def samples_of(lengths=LENGTHS):
@@ -88,11 +82,8 @@ def reference(tmp_path_factory):
     return run(tmp_path_factory.mktemp("reference"), RaggedCollator())
 
 
-TRAINED = ("flattening", "language modelling")
-
-
 @pytest.mark.parity
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ["flattening", "language modelling"])
 def test_every_collator_trains_as_ours(tmp_path, tokenizer, reference, name):
     samples = samples_of()
     if name == "language modelling":  # it makes the labels
@@ -237,12 +228,12 @@ def rows_of(samples):
     return pack_dataset(datasets.Dataset.from_dict(fields), 128)
 
 
-def test_packed_rows_train_as_their_sequences(tmp_path):
+def test_packed_rows_train_and_are_evaluated_as_their_sequences(tmp_path):
     """Under our packing, with our collator and TRL's: seq_lengths is kept for it, and rows are taken apart."""
     samples = samples_of()
     rows = rows_of(samples)
     assert max(map(len, rows["seq_lengths"])) > 1
-    found = []
+    found, evaluated = [], []
     for collator, data, options in (
         (RaggedCollator(), samples, {}),
         (RaggedCollator(), rows, {}),
@@ -256,19 +247,13 @@ def test_packed_rows_train_as_their_sequences(tmp_path):
         else:
             trainer.data_collator = collator
         trainer.model.double()
+        if isinstance(collator, RaggedCollator):
+            evaluated.append(trainer.evaluate(data)["eval_loss"])
         trainer.train()
         found += logged(trainer)
-    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)  # llama's loss is float32 in any model
-
-
-def test_packed_rows_are_evaluated_as_their_sequences(tmp_path):
-    samples = samples_of()
-    trainer = packing_script.make_trainer("llama", str(tmp_path), samples=samples)
-    trainer.data_collator = RaggedCollator()
-    trainer.model.double()
-    expected = trainer.evaluate(samples)["eval_loss"]
-    # Other rows, and transformers' loss is computed in float32.
-    assert trainer.evaluate(rows_of(samples))["eval_loss"] == pytest.approx(expected, rel=1e-7)
+    # Llama's loss is float32 in any model, and the rows are others.
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-7)
 
 
 def test_a_row_that_does_not_hold_its_sequences_is_named():

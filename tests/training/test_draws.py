@@ -58,6 +58,9 @@ class Notes(TrainerCallback):
     def on_step_end(self, *args, **kwargs):
         self.add("step")
 
+    def kept_but(self, kind):
+        return [each for each in self.kept if each[0] != kind]
+
     def of_workers(self):
         return [path.read_text() for path in sorted(self.folder.glob("worker*.jsonl"))]
 
@@ -97,7 +100,7 @@ def rows(number, seed):
 
 
 def run(
-    kinds, folder, tokenizer, monkeypatch, *, does=("train", "evaluate", "predict"), dropout=0.1, seed=None, own=False,
+    kinds, folder, tokenizer, monkeypatch, *, does=("train", "evaluate", "predict"), dropout=0.0, seed=None, own=False,
     resumes=None, metrics=None, evaluates=10, **options,
 ):  # fmt: skip
     folder.mkdir(exist_ok=True, parents=True)
@@ -149,6 +152,7 @@ def run(
 
 CASES = {
     "two epochs, evaluate, predict": {"num_train_epochs": 2},
+    "dropout": {"dropout": 0.1},
     "evaluate alone": {"does": ("evaluate", "evaluate")},
     "predict, evaluate, train": {"does": ("predict", "evaluate", "train")},
     "every two steps": {"eval_strategy": "steps", "eval_steps": 2},
@@ -161,31 +165,26 @@ CASES = {
 
 @pytest.mark.regression
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_changed_import_draws_what_transformers_draws(tmp_path, tokenizer, monkeypatch, name):
-    theirs, _ = run(THEIRS, tmp_path / "theirs", tokenizer, monkeypatch, **CASES[name])
-    ours, _ = run(OURS, tmp_path / "ours", tokenizer, monkeypatch, **CASES[name])
+def test_a_changed_import_draws_what_transformers_draws_and_a_packed_run_too(tmp_path, tokenizer, monkeypatch, name):
+    """Packed, what a collator draws; without dropout, which draws by the shapes that it meets."""
+    packs = {"packing_capacity": 32} if "dropout" not in CASES[name] else {}
+    runs = [(THEIRS, {}), (OURS, {}), *([(OURS, packs)] if packs else [])]
+    theirs, ours, *packed = (
+        run(kinds, tmp_path / f"{k}", tokenizer, monkeypatch, **CASES[name], **options)[0]
+        for k, (kinds, options) in enumerate(runs)
+    )
     assert len(theirs.kept) > 5
     assert ours.kept == theirs.kept
-    assert ours.of_workers() == theirs.of_workers()
+    for each in packed:
+        assert each.kept_but("forward") == theirs.kept_but("forward")
+    assert all(each.of_workers() == theirs.of_workers() for each in (ours, *packed))
     assert len(theirs.of_workers()) == CASES[name].get("dataloader_num_workers", 0)
-
-
-@pytest.mark.regression
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_packed_run_draws_what_transformers_draws(tmp_path, tokenizer, monkeypatch, name):
-    """What a collator draws; a model has no dropout, which draws by the shapes that it meets."""
-    case = {**CASES[name], "dropout": 0.0}
-    theirs, _ = run(THEIRS, tmp_path / "theirs", tokenizer, monkeypatch, **case)
-    ours, _ = run(OURS, tmp_path / "ours", tokenizer, monkeypatch, packing_capacity=32, **case)
-    theirs.kept, ours.kept = ([each for each in notes.kept if each[0] != "forward"] for notes in (theirs, ours))
-    assert ours.kept == theirs.kept
-    assert ours.of_workers() == theirs.of_workers()
 
 
 @pytest.mark.regression
 @pytest.mark.parametrize("packing", [{}, {"packing_capacity": 32}])
 def test_a_run_goes_on_from_a_checkpoint_with_transformers_draws(tmp_path, tokenizer, monkeypatch, packing):
-    dropout = {"dropout": 0.0} if packing else {}
+    dropout = {"dropout": 0.0 if packing else 0.1}
     saves = {"does": ("train",), "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, **dropout}
     found = []
     for kinds, name, options in ((THEIRS, "theirs", {}), (OURS, "ours", packing)):
@@ -193,7 +192,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_transformers_draws(tmp_path, token
         kept = shutil.copytree(tmp_path / name / "out" / "checkpoint-6", tmp_path / f"{name}_kept" / "checkpoint-6")
         more = {"does": ("train", "evaluate"), "resumes": str(kept), "num_train_epochs": 2, **dropout}
         notes, _ = run(kinds, tmp_path / f"{name} again", tokenizer, monkeypatch, **more, **options)
-        found.append([each for each in notes.kept if each[0] != "forward" or not packing])
+        found.append(notes.kept_but("forward") if packing else notes.kept)
     assert found[0] == found[1]
     assert sum(each[0] == "step" for each in found[0]) == 2
 
@@ -207,7 +206,7 @@ def test_the_evaluation_of_run_mlm_masks_what_transformers_masks(tmp_path, token
         masked = given.label_ids != -100
         return {"accuracy": float((given.predictions.argmax(-1) == given.label_ids)[masked].mean())}
 
-    case = {"metrics": accuracy, "per_device_eval_batch_size": 32, "evaluates": 32, "do_eval": True, "dropout": 0.0}
+    case = {"metrics": accuracy, "per_device_eval_batch_size": 32, "evaluates": 32, "do_eval": True}
     case |= {"does": ("train", "evaluate", "evaluate"), "num_train_epochs": 4}
     _, theirs = run(THEIRS, tmp_path / "theirs", tokenizer, monkeypatch, **case)
     _, ours = run(OURS, tmp_path / "ours", tokenizer, monkeypatch, **case, **packing)

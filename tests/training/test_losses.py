@@ -6,7 +6,7 @@ import transformers as hf
 from torch.nn.functional import cross_entropy
 
 from tests.support import own_losses, packed_models, packing_script
-from tests.support.small_runs import logged, losses, packed_steps, quiet
+from tests.support.small_runs import logged, losses, quiet
 from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
@@ -251,10 +251,6 @@ class Later(own_losses.Summed):
         return own_losses.mean_loss(model, inputs)
 
 
-class Undue(own_losses.Undeclared):
-    packing_loss = "sequence_mean"
-
-
 class ByTokens(own_losses.Contrastive):
     packing_loss = "token_mean"
 
@@ -279,7 +275,6 @@ UNDIVIDED = [
         r"packing_loss is not a known division \(Unknown\): "
         r"expected 'sum' or 'token_mean' or 'sequence_mean', found mean",
     ),
-    (Undue, {}, r"cannot be packed: .* \(Undeclared.compute_loss\): expected 'sequence_mean', as packing_loss says"),
     (ByTokens, UNLABELLED, r"packing_loss='token_mean' needs labels to count \(ByTokens\)"),
     (Silent, UNLABELLED, r"cannot be packed: .* \(Silent.compute_loss\): expected a sum, or a mean over labels"),
     (own_losses.Contrastive, UNLABELLED, r"cannot be packed: .* expected 'sequence_mean', as packing_loss says"),
@@ -304,28 +299,6 @@ def test_a_declaration_is_inherited_and_not_that_of_another_loss(tmp_path):
         assert close(*runs)
 
 
-def captured(mine):
-    """Trains a step without learning; the plan's microbatches of this rank."""
-    kept = packed_steps(mine)
-    mine.train()
-    return kept[0].microbatches
-
-
-@pytest.mark.slow
-def test_an_in_batch_contrastive_loss_contrasts_within_a_microbatch(tmp_path):
-    """As it is declared, where that is believed; where one microbatch holds the batch, it is the loss without packing."""
-    options = {"kind": own_losses.Contrastive, "learning_rate": 0.0, "collator": RaggedCollator()}
-    options["packing_verify"] = False
-    (alone,) = trained(tmp_path, make(RecurrentForCausalLM), **options)
-    (whole,) = trained(tmp_path, make(RecurrentForCausalLM), packing_capacity=100, **options)
-    assert whole == pytest.approx(alone, rel=1e-5)
-    mine = trainer(tmp_path, make(RecurrentForCausalLM), packing_capacity=20, **options)
-    microbatches = captured(mine)
-    assert [len(each) for each in microbatches].count(0) == 0 < len(microbatches) - 1
-    expected = sum(mine.compute_loss(mine.model, each.to_flattened()).item() * len(each) for each in microbatches)
-    assert mine.state.log_history[-2]["loss"] == pytest.approx(expected / len(SAMPLES), rel=1e-5)
-
-
 def test_a_mean_over_nothing_harms_nothing(tmp_path):
     """A microbatch in which no label counts, of a loss that is 0 / 0 there."""
     samples = with_labels(SAMPLES)
@@ -343,15 +316,6 @@ def mean_of(outputs, labels, **kwargs):
 
 def sum_of(outputs, labels, num_items_in_batch):
     return mean_of(outputs, labels) * (labels[:, 1:] != -100).sum() / num_items_in_batch
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [mean_of, sum_of])
-def test_a_loss_function_gets_labels_under_their_tokens_and_shifts_them_itself(function, tmp_path):
-    expected = trained(tmp_path, make(RecurrentForCausalLM), max_steps=2)
-    for packing in ({}, {"packing_capacity": 20}):
-        runs = trained(tmp_path, make(RecurrentForCausalLM), loss=function, max_steps=2, **packing)
-        assert close(expected, runs)
 
 
 def test_a_loss_function_is_given_the_number_of_labels_in_evaluation_too(tmp_path):

@@ -11,7 +11,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
-    EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -20,7 +19,6 @@ from transformers.modeling_outputs import ModelOutput
 from tests.support import metrics_script, story
 from tests.support.small_runs import losses, quiet
 from ullage import InputError
-from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator, Trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -102,24 +100,6 @@ def test_a_stream_without_samples_is_refused(tmp_path, batchwise):
         trainer.evaluate()
 
 
-def test_metrics_batch_by_batch_are_given_tensors(tmp_path):
-    """As transformers gives them, who says that they are computed with torch."""
-    seen = []
-
-    def compute(given, compute_result):
-        seen.append((given, compute_result))
-        right = [(guess.argmax(-1) == label).float().mean() for guess, label in zip(given.predictions, given.label_ids)]
-        return {"accuracy": torch.stack(right).mean()}
-
-    options = {"compute_metrics": compute, "batch_eval_metrics": True, "include_for_metrics": ["inputs", "loss"]}
-    trainer = metrics_script.make_trainer("bert tagger", tmp_path, **options)
-    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
-    assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
-    for given, _ in seen:
-        assert all(isinstance(entry, torch.Tensor) for entry in (*given.predictions, *given.label_ids, *given.inputs))
-        assert isinstance(given.losses, torch.Tensor)
-
-
 def test_several_datasets_have_metrics_of_their_own(tmp_path):
     samples = metrics_script.samples_for("bert tagger")
     trainer = metrics_script.make_trainer(
@@ -130,52 +110,10 @@ def test_several_datasets_have_metrics_of_their_own(tmp_path):
     json.dumps(metrics)
 
 
-def next_token_accuracy(given):
-    hits = [guess[:-1] == label[1:] for guess, label in zip(given.predictions, given.label_ids)]
-    return {"accuracy": np.concatenate(hits).mean()}
-
-
-def language_model():
-    return RecurrentForCausalLM(RecurrentConfig(vocab_size=8, hidden_size=8))
-
-
-def searching(folder, model_init=language_model, **options):
-    defaults = {
-        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1,
-        "per_device_train_batch_size": 4, "learning_rate": 0.1, "load_best_model_at_end": True,
-        "metric_for_best_model": "accuracy",
-    }  # fmt: skip
-    samples = [{"input_ids": [1, 2, 3, 4, 5, 6, 7][i % 3 :][: 2 + i % 5]} for i in range(12)]
-    return Trainer(
-        model_init=model_init,
-        args=quiet(folder, **defaults, **options),
-        data_collator=RaggedCollator(labels_from="input_ids"),
-        train_dataset=samples,
-        eval_dataset=samples,
-        compute_metrics=next_token_accuracy,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        callbacks=[EarlyStoppingCallback(2)],
-    )
-
-
-def test_the_best_model_is_loaded_and_training_stops_early(tmp_path):
-    trainer = searching(tmp_path, max_steps=60)
-    trainer.train()
-    log = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
-    accuracies = [entry["eval_accuracy"] for entry in log]
-    best = accuracies.index(max(accuracies))
-    assert best > 0  # it learned something
-    assert trainer.state.best_metric == max(accuracies)
-    assert trainer.state.best_global_step == log[best]["step"]
-    assert len(log) == best + 1 + 2  # two evaluations without improvement
-    assert trainer.state.global_step < 60
-    assert trainer.evaluate()["eval_accuracy"] == max(accuracies)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{log[best]['step']}")
-
-
 def test_each_fresh_model_is_packed_as_the_first(tmp_path):
     """A model that ``model_init`` makes anew keeps packed sequences apart, too."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    samples = [{"input_ids": [1, 2, 3, 4, 5, 6, 7][i % 3 :][: 2 + i % 5]} for i in range(12)]
 
     def make():
         torch.manual_seed(0)
@@ -183,7 +121,8 @@ def test_each_fresh_model_is_packed_as_the_first(tmp_path):
 
     found = []
     for options in ({}, {"packing_capacity": 64}):
-        trainer = searching(tmp_path / str(len(found)), make, max_steps=2, **options)
+        arguments = quiet(tmp_path, max_steps=2, per_device_train_batch_size=4, learning_rate=0.1, **options)
+        trainer = Trainer(None, arguments, RaggedCollator(labels_from="input_ids"), samples, model_init=make)
         trainer.train()
         found.append(losses(trainer))
     assert trainer.model.config._attn_implementation == "ullage"

@@ -104,6 +104,9 @@ class PenalisedTagger(Tagger):
         return mean + 0.3 * (scores.square().mean(-1) * mask).sum() / mask.sum()
 
 
+LENGTHS = (9, 4, 12, 9, 3, 17, 6, 12)
+
+
 def tagged(lengths, hidden=()):
     drawn = torch.Generator().manual_seed(5)
     rows = []
@@ -133,70 +136,50 @@ def alike(one, other, rel=2e-5):
     return [pytest.approx(pair, rel=rel) for pair in one] == other
 
 
-@pytest.mark.regression
-@pytest.mark.parametrize("capacity", [60, 4096])
-def test_a_chain_over_sequences_is_a_mean_over_sequences(capacity, tmp_path):
-    rows = tagged((9, 4, 12, 9, 3, 17, 6, 12))
-    runs = []
-    for each in (None, capacity):
+def packed_and_not(folder, make, rows, capacity, **options):
+    """Losses and norms of two steps packed, and of two without packing."""
+    found = []
+    for each in (capacity, None):
         torch.manual_seed(0)
-        runs.append(run(tmp_path, ChainTagger(bert()), rows, each, max_steps=2))
-    assert alike(*runs)
+        found.append(run(folder, make(), rows, each, max_steps=2, **options))
+    return found
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize("kind", ["XLM", "Flaubert"])
-def test_heads_that_compute_the_loss_in_a_part_keep_every_label(kind, tmp_path):
+@pytest.mark.parametrize(("capacity", "bf16", "rel"), [(60, False, 2e-5), (4096, False, 2e-5), (60, True, 2e-2)])
+def test_a_chain_over_sequences_is_a_mean_over_sequences(capacity, bf16, rel, tmp_path):
+    """It needs another way than the first that is tried, under autocast too."""
+    assert alike(*packed_and_not(tmp_path, lambda: ChainTagger(bert()), tagged(LENGTHS), capacity, bf16=bf16), rel=rel)
+
+
+@pytest.mark.regression
+def test_heads_that_compute_the_loss_in_a_part_keep_every_label(tmp_path):
     """Their labels stay under their tokens, which no name in their ``forward`` says."""
-    config = getattr(hf, f"{kind}Config")(
-        vocab_size=97, emb_dim=32, n_layers=1, n_heads=2, dropout=0.0, attention_dropout=0.0, max_position_embeddings=64
-    )
-    rows = [{**row, "labels": row["input_ids"]} for row in tagged((9, 4, 12, 9, 3, 17, 6, 12))]
-    runs = []
-    for capacity in (None, 40):
-        torch.manual_seed(0)
-        runs.append(run(tmp_path, getattr(hf, f"{kind}WithLMHeadModel")(config), rows, capacity, max_steps=2))
-    assert alike(*runs)
+    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 64}
+    config = hf.XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=2, **quiet)
+    rows = [{**row, "labels": row["input_ids"]} for row in tagged(LENGTHS)]
+    assert alike(*packed_and_not(tmp_path, lambda: hf.XLMWithLMHeadModel(config), rows, 40))
 
 
 @pytest.mark.regression
 def test_what_the_first_batch_hides_of_a_loss_ends_the_run_where_it_shows(tmp_path):
     """Until a token has no label, a mean over tokens is one over labels."""
-    whole = tagged((9, 4, 12, 9, 3, 17, 6, 12))
+    whole, some = tagged(LENGTHS), tagged(LENGTHS, hidden=(0, 2, 5))
     torch.manual_seed(0)
     assert run(tmp_path, PenalisedTagger(bert()), whole, 60, max_steps=1)
     with pytest.raises(InputError, match="this loss cannot be packed"):
-        run(
-            tmp_path,
-            PenalisedTagger(bert()),
-            whole + tagged((9, 4, 12, 9, 3, 17, 6, 12), hidden=(0, 2, 5)),
-            60,
-            max_steps=2,
-        )
-
-
-@pytest.mark.regression
-def test_autocast_stays_where_another_way_is_taken(tmp_path):
-    """The mean over sequences of tokens needs another way than the first that is tried."""
-    rows = tagged((9, 4, 12, 9, 3, 17, 6, 12))
-    runs = []
-    for capacity in (None, 60):
-        torch.manual_seed(0)
-        runs.append(run(tmp_path, ChainTagger(bert()), rows, capacity, max_steps=2, bf16=True))
-    assert alike(*runs, rel=2e-2)
+        run(tmp_path, PenalisedTagger(bert()), whole + some, 60, max_steps=2)
 
 
 @pytest.mark.regression
 def test_losses_that_are_alike_are_told_apart_by_their_gradients(tmp_path):
     """Before anything is learned every token costs log(classes), by whatever rule."""
-    runs = []
-    for capacity in (None, 60):
-        torch.manual_seed(0)
+
+    def untaught():
         model = PlainTagger(bert())
         with torch.no_grad():
             model.head.weight.mul_(1e-6)
             model.head.bias.zero_()
-        runs.append(
-            run(tmp_path, model, tagged((9, 4, 12, 9, 3, 17, 6, 12)), capacity, max_steps=1, learning_rate=1e-2)
-        )
-    assert alike(*runs)
+        return model
+
+    assert alike(*packed_and_not(tmp_path, untaught, tagged(LENGTHS), 60))

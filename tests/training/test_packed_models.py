@@ -1,16 +1,14 @@
 """Models of every kind under the Trainer: packed, they train as on padded batches, whatever their heads take."""
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from maintenance.tiny import tiny_model
 from tests.support import packed_models, packing_script
-from tests.support.small_runs import logged, on_ranks, quiet
+from tests.support.small_runs import on_ranks
 from ullage import InputError
 from ullage.mixers import pack_model
-from ullage.training import RaggedCollator, Trainer
 from ullage.training.batches import forms
 from ullage.training.step.packing import Packer
 
@@ -104,23 +102,6 @@ def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):
     assert [row.tolist() for row in mine.predictions] == [row.tolist() for row in theirs.predictions]
 
 
-@pytest.mark.parametrize("family", ["modernbert", "llama_answers", "t5"])
-def test_outputs_come_back_by_sample(tmp_path, family):
-    """One entry per sequence or per token, as the head gives them."""
-    outputs = []
-    options = {"predict_with_generate": False} if family == "t5" else {}
-    for packed in (False, True):
-        trainer = packed_models.make_trainer(
-            family, str(tmp_path), packed=packed, per_device_eval_batch_size=1 + packed, **options
-        )
-        samples = packed_models.make_samples(family, packed_models.STEPS[:1])
-        found = trainer.predict(samples).predictions
-        outputs.append(found[0] if isinstance(found, tuple) else found)
-    for mine, theirs in zip(*outputs, strict=True):
-        assert np.shape(mine) == np.shape(theirs)
-        assert np.allclose(mine, theirs, atol=1e-5)
-
-
 def test_a_model_that_asks_in_vain_for_packing_is_padded_and_says_so_once(padded, tmp_path, caplog):
     family = "mamba2"
     model = packed_models.make_model(family)
@@ -190,35 +171,3 @@ def test_layers_that_run_once_per_length_are_refused_where_parameters_are_sharde
         packed_models.make_trainer("bert", str(tmp_path), packed=False, model=by_hand)
     native = packing_script.make_trainer("llama", str(tmp_path)).model
     assert native.config._attn_implementation == "ullage"
-
-
-class Embedder(Trainer):
-    """Trains what an encoder makes of a sequence as a whole, by a loss of its own."""
-
-    packing_loss = "sequence_mean"
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        goals = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = (1 - torch.cosine_similarity(outputs.pooler_output, goals)).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_embeddings_train_by_a_loss_of_ones_own(tmp_path):
-    found = []
-    for capacity in (None, packed_models.CAPACITY):
-        model = packed_models.make_model("bert").bert
-        generator = torch.Generator().manual_seed(0)
-        samples = [
-            {"input_ids": sample["input_ids"], "labels": torch.randn(32, generator=generator)}
-            for sample in packed_models.make_samples("bert", packed_models.STEPS[:5])
-        ]
-        arguments = quiet(
-            tmp_path, packing_capacity=capacity, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2,
-            optim="sgd", train_sampling_strategy="sequential", label_names=["labels"],
-        )  # fmt: skip
-        trainer = Embedder(model, arguments, RaggedCollator(per_sequence=("labels",)), samples)
-        trainer.train()
-        found.append(logged(trainer))
-    assert len(found[0]) == 5
-    assert np.allclose(found[1], found[0], rtol=1e-5, atol=0)

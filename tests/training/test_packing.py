@@ -1,17 +1,16 @@
 """What packing refuses before it trains, how it resumes, and how auxiliary losses are weighed."""
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import transformers
 from peft import PromptTuningConfig, get_peft_model
-from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration, TrainerCallback
+from transformers import TrainerCallback
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from tests.support import packing_script
 from tests.support.small_runs import logged, losses, packed_steps, quiet
-from ullage import CheckpointError, InputError, RaggedBatch
+from ullage import CheckpointError, InputError
 from ullage.attention import supports_packing
 from ullage.attention.support import PADDING_FREE
 from ullage.datasets import tokenize
@@ -123,48 +122,6 @@ def test_the_index_is_right_after_a_checkpoint_too(tmp_path):
     assert again.state.global_step == 4
 
 
-def test_of_a_stream_the_place_in_the_batch_is_told(tmp_path):
-    from tests.support.story import Stream
-
-    samples = Stream(short_ones([6]))
-    with pytest.raises(InputError, match=OVER.format("sample 2 of the batch")):
-        packing_script.make_trainer("recurrent", str(tmp_path), packing_capacity=64, samples=samples).train()
-
-
-def padded_reference(folder, samples, **options):
-    """transformers' own Trainer on padded batches: losses and gradient norms."""
-    arguments = quiet(
-        folder, transformers.TrainingArguments, optim="adamw_torch", learning_rate=1e-2, lr_scheduler_type="constant",
-        train_sampling_strategy="sequential", **options,
-    )  # fmt: skip
-    theirs = transformers.Trainer(packing_script.make_model("llama"), arguments, padded, train_dataset=samples)
-    theirs.train()
-    return logged(theirs)
-
-
-def padded(samples):
-    batch = RaggedBatch.from_samples([{"input_ids": s["input_ids"]} for s in samples]).to_padded()
-    labels = torch.where(batch["attention_mask"] != 0, batch["input_ids"], -100)
-    labels[:, 0] = -100  # never predicted, but counted before transformers 5.10
-    return {**batch, "labels": labels}
-
-
-def test_what_is_dropped_counts_in_no_loss(tmp_path):
-    """As on the data without what is too long: loss and gradient are divided by the labels that are left."""
-    samples = packing_script.make_samples([100, 30, 64, 20, 65, 10, 40, 99])
-    kept = [sample for sample in samples if len(sample["input_ids"]) <= 64]
-    assert len(kept) == 5
-    reference = padded_reference(str(tmp_path), kept, max_steps=1, per_device_train_batch_size=5)
-    options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 8, "max_steps": 1}
-    mine = packing_script.make_trainer("llama", str(tmp_path), samples=samples, **options)
-    metrics = mine.train().metrics
-    np.testing.assert_allclose(logged(mine), reference, rtol=1e-4)
-    (entry,) = (e for e in mine.state.log_history if "loss" in e)
-    assert (entry["dropped_sequences"], entry["dropped_tokens"]) == (3, 264)
-    assert (metrics["total_dropped_sequences"], metrics["total_dropped_tokens"]) == (3, 264)
-    assert not any("truncated" in name for name in [*entry, *metrics])
-
-
 def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
     samples = packing_script.make_samples([100, 99, 20, 30, 98, 97])
     options = {"packing_capacity": 64, "packing_oversize": "drop", "per_device_train_batch_size": 2, "max_steps": 3}
@@ -174,13 +131,6 @@ def test_a_step_from_which_everything_is_dropped_changes_nothing(tmp_path):
     assert found[0] == found[2] == (0.0, 0.0)
     assert found[1][0] > 1
     assert (metrics["total_empty_steps"], metrics["total_dropped_sequences"]) == (2, 4)
-
-
-def test_a_model_whose_sequences_compete_is_refused_with_the_part(tmp_path):
-    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_experts": 2}
-    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(expert_capacity=4, **sizes))
-    with pytest.raises(InputError, match=r"compete: it gives each expert a limited number of tokens \(decoder\.block"):
-        Trainer(model, quiet(tmp_path, packing_capacity=8192))
 
 
 class Unaware(torch.nn.Module):
@@ -325,19 +275,19 @@ def test_a_recurrent_model_takes_no_noise(tmp_path):
         trainer.train()
 
 
-def labelled_rows(samples):
-    return RaggedCollator(labels_from="input_ids")(samples).to_padded()
-
-
 @pytest.mark.slow
 def test_padded_rows_have_transformers_own_noise(tmp_path):
     """The same draws, to the bit, so that a run without packing does not change."""
     found = []
     for kind in (transformers.Trainer, Trainer):
         torch.manual_seed(0)
-        options = {"packing_capacity": None, "max_steps": 2, "neftune_noise_alpha": ALPHA}
-        ours = packing_script.make_trainer("llama", str(tmp_path), **options)
-        trainer = kind(ours.model, ours.args, labelled_rows, train_dataset=ours.train_dataset)
+        ours = packing_script.make_trainer(
+            "llama", str(tmp_path), packing_capacity=None, max_steps=2, neftune_noise_alpha=ALPHA
+        )
+        rows = RaggedCollator(labels_from="input_ids")
+        trainer = kind(
+            ours.model, ours.args, lambda s, rows=rows: rows(s).to_padded(), train_dataset=ours.train_dataset
+        )
         trainer.train()
         found.append(losses(trainer))
     assert found[0] == found[1]

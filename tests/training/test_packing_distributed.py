@@ -66,7 +66,6 @@ MORE_CASES = {
     "stream accumulated": ["recurrent", 0, {"data": "uneven stream", "gradient_accumulation_steps": 2, **UNPACKED}],
     "stream saved": ["recurrent", 0, {"data": "uneven stream", "max_steps": 6, **SAVED}],
     "stream resumed": ["recurrent", 0, {"data": "uneven stream", "max_steps": 6, "resume": "checkpoint-4"}],
-    "other accumulation": ["recurrent", 0, {"by_rank": {"gradient_accumulation_steps": [1, 2]}, **UNPACKED}],
 }
 
 
@@ -208,12 +207,6 @@ def test_ranks_with_other_arguments_are_told_before_the_first_step(pair):
     for rank in pair["other steps"]:
         told = "ranks were given different arguments (max_steps): expected one value, found rank 0: 4; rank 1: 6"
         assert f"DistributedError: {told}" in rank["error"]
-
-
-@pytest.mark.slow
-def test_ranks_that_accumulate_differently_are_told_before_the_first_step(more):
-    for rank in more["other accumulation"]:
-        assert "(gradient_accumulation_steps): expected one value, found rank 0: 1; rank 1: 2" in rank["error"]
 
 
 def test_a_sequence_over_the_capacity_is_named_by_the_rank_that_has_it(pair):

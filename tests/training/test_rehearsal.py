@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ import transformers
 from transformers import BertConfig, BertForQuestionAnswering, BertForTokenClassification, TrainerCallback
 
 from tests.support import story
-from tests.support.launch import torchrun
-from tests.support.small_runs import quiet
+from tests.support.processes import raised
+from tests.support.small_runs import on_ranks, quiet, serve
 from ullage import InputError
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 
@@ -67,14 +66,24 @@ def test_metrics_that_fail_do_so_before_the_first_step(tmp_path, arguments, aske
     assert trainer.state.global_step == 2
 
 
-def test_what_fails_on_few_samples_only_ends_no_run(tmp_path, caplog):
+def test_what_fails_on_few_samples_only_ends_no_run_and_a_stream_is_not_consumed(tmp_path):
     def compute(given):
         assert len(given.predictions) > 4, "too few"
         return {"number": len(given.predictions)}
 
-    trainer = make_trainer(tmp_path, compute_metrics=compute)
-    trainer.train()
-    assert [entry["eval_number"] for entry in trainer.state.log_history if "eval_number" in entry] == [8]
+    class Once(torch.utils.data.IterableDataset):
+        """A stream that can be read once."""
+
+        def __init__(self):
+            self.rows = iter(samples())
+
+        def __iter__(self):
+            return self.rows
+
+    for data in (samples(), Once()):
+        trainer = make_trainer(tmp_path, compute_metrics=compute, eval_dataset=data)
+        trainer.train()
+        assert [entry["eval_number"] for entry in trainer.state.log_history if "eval_number" in entry] == [8]
 
 
 class Heard(TrainerCallback):
@@ -127,24 +136,6 @@ def test_a_best_metric_that_nobody_computes_is_named_before_the_first_step(tmp_p
     with pytest.raises(InputError, match=r"chooses the best model.*expected one of \['eval_f1', 'eval_loss'.*'f2'"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-class Once(torch.utils.data.IterableDataset):
-    """A stream that can be read once."""
-
-    def __init__(self, rows):
-        self.rows = iter(rows)
-
-    def __iter__(self):
-        return self.rows
-
-
-def test_a_stream_is_not_consumed(tmp_path):
-    trainer = make_trainer(
-        tmp_path, eval_dataset=Once(samples()), compute_metrics=lambda given: {"number": len(given.predictions)}
-    )
-    trainer.train()
-    assert [entry["eval_number"] for entry in trainer.state.log_history if "eval_number" in entry] == [8]
 
 
 class Answering(Trainer):
@@ -201,30 +192,23 @@ def test_a_loss_that_is_asked_for_needs_labels(tmp_path):
     assert make_trainer(tmp_path, **data).predict(samples(labels=False)).predictions.shape == (8, 6, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_every_rank_ends_where_one_fails(tmp_path):
-    torchrun(2, __file__, tmp_path)
-    said = [(tmp_path / f"said{rank}").read_text() for rank in (0, 1)]
-    assert "another rank failed while evaluating a few samples before the first step (rank 1)" in said[0]
-    assert said[1] == "ValueError: only here, step 0"
-
-
-def main():
-    rank = int(os.environ["RANK"])
-
+def run(folder):
     def compute(given):
-        if rank == 1:
+        if int(os.environ["RANK"]) == 1:
             raise ValueError("only here")
         return {"loss": math.inf}
 
-    trainer = make_trainer(sys.argv[1], compute_metrics=compute)
-    try:
-        trainer.train()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}, step {trainer.state.global_step}"
-        Path(sys.argv[1], f"said{rank}").write_text(said)
+    trainer = make_trainer(folder, compute_metrics=compute)
+    return [raised(trainer.train), trainer.state.global_step]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_rank_ends_where_one_fails(tmp_path):
+    (other, step), mine = on_ranks(2, sys.modules[__name__], tmp_path, None)
+    assert "another rank failed while evaluating a few samples before the first step (rank 1)" in other
+    assert (mine, step) == (["ValueError: only here", 0], 0)
 
 
 if __name__ == "__main__":
-    main()
+    serve(run)

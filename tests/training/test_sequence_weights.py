@@ -9,7 +9,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from maintenance.tiny import CannotBuild, model_types, tiny_model
 from tests.support import own_losses, packing_script
 from tests.support.small_runs import losses, on_ranks
-from tests.support.trl_cases import tokenizer
 from tests.training import test_losses
 from tests.training.test_losses import SAMPLES, SIZES
 from ullage import InputError
@@ -67,14 +66,6 @@ def test_weights_come_from_a_field_of_a_list_and_of_a_table_and_the_model_never_
         alike = trainer(tmp_path, mine.model, packing_loss_weighting="token").evaluate()["eval_loss"]
         assert mine.evaluate()["eval_loss"] == pytest.approx(alike, rel=1e-6)
         assert "weight" not in names
-
-
-def test_equal_weights_are_the_mean_of_the_sequences_means(tmp_path):
-    expected = by_hand(llama(), SAMPLES, [1.0] * 6)
-    mean = first_loss(trainer(tmp_path, llama(), packing_loss_weighting="sequence"))
-    assert mean == pytest.approx(expected, rel=1e-5)
-    alike = [{**sample, "weight": 3} for sample in SAMPLES]  # an integer will do
-    assert first_loss(trainer(tmp_path, llama(), alike)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_shifted_labels_weigh_as_labels_do(tmp_path):
@@ -174,16 +165,6 @@ def test_losses_that_decide_for_themselves_are_refused_by_name(tmp_path):
         assert refused(tmp_path, llama(), **options).startswith(said)
     unknown = "BertForQuestionAnswering: its loss is not known to be a cross-entropy of the logits that it returns"
     assert refused(tmp_path, bert(hf.BertForQuestionAnswering)) == unknown
-
-
-def test_trls_trainers_are_refused(tmp_path):
-    from ullage.training.trl import SFTConfig, SFTTrainer
-
-    arguments = SFTConfig(str(tmp_path), packing_capacity=32, packing_loss_weighting="sequence", use_cpu=True)
-    rows = datasets.Dataset.from_list(SAMPLES)
-    message = r"packing_loss_weighting='sequence' cannot be used here \(.*SFTTrainer.compute_loss\)"
-    with pytest.raises(InputError, match=message):
-        SFTTrainer(llama(), arguments, RaggedCollator(labels_from="input_ids"), rows, processing_class=tokenizer())
 
 
 def test_without_a_capacity_it_is_refused(tmp_path):

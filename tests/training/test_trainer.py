@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 from tests.support import story
 from tests.support.launch import ROOT, environment
 from tests.support.small_runs import logged, quiet
-from ullage import InputError, RaggedBatch, TrainingError
+from ullage import InputError, TrainingError
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import PackedSequenceCollator, RaggedCollator, RaggedTrainerMixin, Trainer
 
@@ -70,19 +70,12 @@ class AuxLabels(Tiny):
         return self.outputs(x, labels)
 
 
-class LabelSmoothing(Tiny):
-    def forward(self, x, labels=None, label_smoothing=0.0):
-        return self.outputs(x, labels)
-
-
 @pytest.mark.parametrize(
     ("model", "field", "message"),
     [
         (TargetNamed(), "target", r"no parameter of forward is recognised as labels \(forward\(x, target\)\).*label_names=\['target'\]"),
         (SwallowsAll(), "y", r"no parameter of forward is recognised as labels \(forward\(x, kw\)\).*label_names=\['y'\]"),
         (AuxLabels(), "labels", r"taken for labels and is not in the batch \(aux_labels\).*Set label_names=\['labels'\]"),
-        (LabelSmoothing(), "labels", r"taken for labels and is not in the batch \(label_smoothing\).*label_names=\['labels'\]"),
-        pytest.param(torch.compile(TargetNamed()), "target", r"forward\(x, target\).*Set label_names=\['target'\]", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_evaluate_names_the_parameter_at_fault(tmp_path, model, field, message):
@@ -365,14 +358,6 @@ def test_columns_of_a_wrapped_model_are_the_models_own(tmp_path):
     assert {"input_ids", "cu_seq_lens_q", "labels", "label_ids"} < set(found["Trainer"])
     assert sorted(found["Adds"]) == sorted([*found["Trainer"], "mine"])
     assert found["Chooses"] == ["mine"]
-
-
-def test_a_batch_is_moved_once(tmp_path, monkeypatch):
-    calls = []
-    original = RaggedBatch.map
-    monkeypatch.setattr(RaggedBatch, "map", lambda self, f: calls.append(1) or original(self, f))
-    trainer(tmp_path, language_model(), story.make_samples(8), max_steps=3).train()
-    assert len(calls) == 3
 
 
 def test_a_causal_loss_not_named_so_is_not_scaled(tmp_path, monkeypatch):

@@ -179,31 +179,24 @@ DPO_LOSSES = [
 ]  # fmt: skip
 
 
-@slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_type": DPO_LOSSES, "loss_weights": [0.5 + k / 8 for k in range(12)], "label_smoothing": 0.1},
-        {"use_weighting": True, "ld_alpha": 0.5},
-        {"precompute_ref_log_probs": True},
-        {"lora": True, "activation_checkpointing": True},
-    ],
-    ids=["every loss", "weighted", "precomputed", "adapters"],
-)
-def test_dpo_is_that_of_padded_rows(options, tmp_path):
-    on_one("DPO", tmp_path, **options)
+ALONE = {
+    "dpo, every loss": ["DPO", {"loss_type": DPO_LOSSES, "loss_weights": [0.5 + k / 8 for k in range(12)], "label_smoothing": 0.1}],
+    "dpo, weighted": ["DPO", {"use_weighting": True, "ld_alpha": 0.5}],
+    "dpo, precomputed": ["DPO", {"precompute_ref_log_probs": True}],
+    "dpo, adapters": ["DPO", {"lora": True, "activation_checkpointing": True}],
+    "kto": ["KTO", {}],
+    "kto, adapters": ["KTO", {"lora": True}],
+    "kto, precomputed": ["KTO", {"precompute_ref_log_probs": True}],
+    "rewards": ["Reward", {"center_rewards_coefficient": 0.1}],
+}  # fmt: skip
 
 
 @slow
-@pytest.mark.parametrize("options", [{}, {"lora": True}, {"precompute_ref_log_probs": True}], ids=str)
-def test_kto_is_that_of_padded_rows(options, tmp_path):
-    _, wanted = on_one("KTO", tmp_path, **options)
-    assert any(entry["kl"] > 0 for entry in wanted["logged"]), "a KL of zero shows nothing"
-
-
-@slow
-def test_reward_models_are_those_of_padded_rows(tmp_path):
-    on_one("Reward", tmp_path, center_rewards_coefficient=0.1)
+@pytest.mark.parametrize("case", ALONE)
+def test_losses_are_those_of_padded_rows(case, tmp_path):
+    name, options = ALONE[case]
+    _, wanted = on_one(name, tmp_path, **options)
+    assert name != "KTO" or any(entry["kl"] > 0 for entry in wanted["logged"]), "a KL of zero shows nothing"
 
 
 @pytest.mark.matrix

@@ -128,19 +128,14 @@ def test_models_that_run_by_lengths_train_as_trl_trains_each_sequence_alone(name
         assert [entry[key] for entry in found["logged"]] == pytest.approx([entry[key] for entry in expected], rel=2e-6)
 
 
-CHECKPOINTED = {"activation_checkpointing": True}
-#: How the model is wrapped, and what TRL's own trainer needs of it on one process.
+ADAPTERS = {"lora": True, "activation_checkpointing": True}
+REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+#: How the model is wrapped.
 WRAPPED = {
-    "adapters": {"lora": True},
-    "checkpointed": {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False}},
-    "checkpointed, reentrant": {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    "adapters, checkpointed": {"lora": True, **CHECKPOINTED},
-}
-SHARDED = {
-    "checkpointed, reentrant": {**WRAPPED["checkpointed, reentrant"], "stage": 0},
-    "adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 0},
+    "checkpointed, reentrant": {**REENTRANT, "stage": 0},
+    "adapters, checkpointed": {**ADAPTERS, "stage": 0},
     "zero 2": {"stage": 2},
-    "zero 3, adapters, checkpointed": {**WRAPPED["adapters, checkpointed"], "stage": 3},
+    "zero 3, adapters, checkpointed": {**ADAPTERS, "stage": 3},
 }
 
 
@@ -159,20 +154,14 @@ def unwrapped(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", WRAPPED)
-def test_a_wrapped_model_trains_as_trl_trains_it_unpacked(unwrapped, name, tmp_path):
-    found = trl_cases.run("llama", tmp_path, **WRAPPED[name], **{**PACKED, "packing_capacity": 16})
-    assert_alike([*found["logged"], found["evaluated"]], unwrapped[WRAPPED[name].get("lora", False)], 2e-6)
-
-
 @pytest.mark.distributed
 def test_two_processes_train_a_wrapped_model_as_trl_on_one(unwrapped, tmp_path):
     packed = {**PACKED, "packing_capacity": 16}
-    cases = {name: ["llama", {**options, **packed}] for name, options in SHARDED.items()}
+    cases = {name: ["llama", {**options, **packed}] for name, options in WRAPPED.items()}
     for results in on_ranks(2, trl_cases, tmp_path, cases, timeout=300):
         for name, found in results.items():
-            rel = 1e-5 if SHARDED[name]["stage"] else 2e-6  # float32 under ZeRO
-            expected = unwrapped[SHARDED[name].get("lora", False)]
+            rel = 1e-5 if WRAPPED[name]["stage"] else 2e-6  # float32 under ZeRO
+            expected = unwrapped[WRAPPED[name].get("lora", False)]
             assert_alike([*found["logged"], found["evaluated"]], expected, rel)
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from tests.support import own_models, verify_script
 from tests.support.small_runs import losses, on_ranks, quiet
 from tests.support.verify_script import Meeting
-from ullage.mixers import SequencesMeet, is_packed
+from ullage.mixers import SequencesMeet
 from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 LENGTHS = [5, 23, 1, 17, 9, 40, 12, 3, 30, 2, 9, 21, 8, 8, 19, 1]
@@ -101,29 +101,24 @@ def test_a_compiled_model_is_proved_without_compiling_it(tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+PAIRS = {"trainer": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "packing_capacity": 96}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 HEADS = {
-    "classes of tokens": (BertForTokenClassification, lambda ids: ids % 3),
-    "a class of each sequence": (BertForSequenceClassification, lambda ids: int(ids[0]) % 3),
+    "classes of tokens": (BertForTokenClassification, lambda ids: ids % 3, {}),
+    "a class of each sequence": (BertForSequenceClassification, lambda ids: int(ids[0]) % 3, {}),
+    "pairs": (T5ForConditionalGeneration, lambda ids: ids[: 1 + len(ids) // 2], PAIRS),
 }
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_are_proved(head, tmp_path):
-    kind, labels = HEADS[head]
-    trainer = make(tmp_path, kind(BertConfig(**own_models.SIZES, num_labels=3)), samples(labels))
+    kind, labels, options = HEADS[head]
+    config = T5Config(vocab_size=99, **T5) if head == "pairs" else BertConfig(**own_models.SIZES, num_labels=3)
+    trainer = make(tmp_path, kind(config), samples(labels), **options)
     trainer.train()
-    found = trainer._packer.proof.last
-    assert {each.kind for each in found.differences} == {"outputs", "gradients", "loss"}
-
-
-def test_pairs_are_proved(tmp_path):
-    config = T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    data = samples(lambda ids: ids[: 1 + len(ids) // 2])
-    kinds = {"trainer": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments}
-    trainer = make(tmp_path, T5ForConditionalGeneration(config), data, **kinds, packing_capacity=96)
-    trainer.train()
-    names = {each.name for each in trainer._packer.proof.last.differences}
-    assert {"logits", "encoder_last_hidden_state", "the loss"} <= names
+    found = trainer._packer.proof.last.differences
+    assert {each.kind for each in found} == {"outputs", "gradients", "loss"}
+    assert head != "pairs" or {"logits", "encoder_last_hidden_state", "the loss"} <= {each.name for each in found}
 
 
 @pytest.mark.matrix
@@ -165,19 +160,7 @@ def test_evaluation_alone_is_proved_forward(tmp_path):
         make(tmp_path, meeting()).evaluate()
 
 
-def test_a_part_of_ones_own_that_works_on_tokens_trains_natively(tmp_path, caplog):
-    class Doubled(Meeting):
-        def forward(self, hidden):
-            return 2 * self.inner(hidden)
-
-    model = llama()
-    model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
-    with caplog.at_level(logging.INFO, "ullage"):
-        make(tmp_path, model).train()
-    assert "LlamaForCausalLM, native;" in caplog.text
-    assert is_packed(model)
-
-
+@pytest.mark.slow  # TRL alone takes seconds to load
 def test_rows_of_preference_losses_are_proved_by_their_logits(tmp_path):
     from tests.support import trl_cases
 

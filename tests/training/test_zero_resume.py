@@ -91,112 +91,82 @@ def test_a_resumed_run_is_the_same_run(sources, tmp_path: Path, loader: str) -> 
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "stage", "world"),
-    [(1, 1, 1), (1, 2, 3), (1, 3, 2), (2, 1, 8), (2, 3, 1), (3, 1, 3), (3, 2, 2), (3, 3, 8)],
-)
-def test_any_stage_on_any_number_of_ranks(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
-    """Frozen parameter, batch norm, two weight decays and two rates; the resumed model starts from another seed."""
-    folder, expected = sources(source)
-    resume(tmp_path, folder, expected, world, stage)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "stage", "world"), [(1, 3, 3), (2, 1, 8), (3, 2, 2)])
-def test_the_shards_of_another_layout(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
-    """Read by ranges, without the conversion: the same state and five losses, and of the bytes each rank's share."""
-    folder, expected = sources(source)
-    losses = resume(tmp_path, folder, expected, world, stage, loader="load_ranges", losses_within=1e-6)
-    for share, read, compared in (result["ranges"] for result in losses):
-        assert share <= read <= 1.05 * share
-        assert compared > 0
-    assert all(result["client_state"]["note"] == "kept" for result in losses)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "stage", "world"), [(1, 2, 8), (2, 1, 3), (3, 1, 2), (3, 2, 1)])
-def test_deepspeeds_plain_load_checkpoint(sources, tmp_path: Path, source: int, stage: int, world: int) -> None:
-    """At stages 1 and 2, where what it drops (frozen, buffers) comes from the model: the same seed here."""
-    folder, expected = sources(source)
-    resume(tmp_path, folder, expected, world, stage, loader="load_checkpoint", seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "source", "stage", "loader"),
-    [("momentum", 1, 3, "load_universal"), ("momentum", 3, 2, "load_ranges"), ("sgd", 1, 3, "load_ranges")],
-)
-def test_optimizers_without_adams_states(
-    sources, tmp_path: Path, optimizer: str, source: int, stage: int, loader: str
-) -> None:
-    folder, expected = sources(source, world=2, optimizer=optimizer)
-    assert bool(expected["saved"]["optim"]) == (optimizer == "momentum")
-    resume(tmp_path, folder, expected, 1, stage, optimizer=optimizer, loader=loader)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_hold_only_padding(sources, tmp_path: Path, stage: int) -> None:
-    """13 elements in the second group: over eight ranks of two, the last has none."""
-    folder, expected = sources(2, width=3)
-    resume(tmp_path, folder, expected, 8, stage, width=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "stage", "target"),
+    ("loader", "source", "stage", "world"),
     [
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, 1, 1),  # BF16_Optimizer
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, 1, 3),
-        ({}, 3, 2),
+        *(("load_universal", *case) for case in [(1, 1, 1), (1, 2, 3), (1, 3, 2), (2, 1, 8), (2, 3, 1), (3, 1, 3)]),
+        *(("load_universal", *case) for case in [(3, 2, 2), (3, 3, 8)]),
+        *(("load_ranges", *case) for case in [(1, 3, 3), (2, 1, 8), (3, 2, 2)]),
+        *(("load_checkpoint", *case) for case in [(1, 2, 8), (2, 1, 3), (3, 1, 2), (3, 2, 1)]),
     ],
 )
-def test_bfloat16(sources, tmp_path: Path, config: dict[str, Any], stage: int, target: int) -> None:
-    """Master weights and states bit-equal; the losses are those of bfloat16 sums in another order."""
-    folder, expected = sources(stage, precision="bf16", config=config)
-    resume(
-        tmp_path, folder, expected, 2, target, precision="bf16", config=config if target == 1 else {},
-        losses_within=0.05,
-    )  # fmt: skip
+def test_any_stage_on_any_number_of_ranks(
+    sources, tmp_path: Path, loader: str, source: int, stage: int, world: int
+) -> None:
+    """Frozen parameter, batch norm, two weight decays and two rates; the resumed model starts from another seed.
+
+    The conversion; the shards themselves, of whose bytes each rank reads its share; and DeepSpeed's own loader at stages 1
+    and 2, where what it drops (frozen, buffers) comes from the model, of the same seed.
+    """
+    folder, expected = sources(source)
+    more: dict[str, Any] = {"load_checkpoint": {"seed": 1}, "load_ranges": {"losses_within": 1e-6}}.get(loader, {})
+    for result in resume(tmp_path, folder, expected, world, stage, loader=loader, **more):
+        if loader == "load_ranges":
+            share, read, compared = result["ranges"]
+            assert share <= read <= 1.05 * share
+            assert compared > 0
+            assert result["client_state"]["note"] == "kept"
+
+
+SUMS: dict[str, Any] = {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}  # BF16_Optimizer
+#: Options of the model, its stage and ranks; stage and ranks that go on; and how.
+KINDS: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "momentum": ({"optimizer": "momentum"}, (1, 2), (3, 1), {"loader": "load_universal"}),
+    "momentum, shards": ({"optimizer": "momentum"}, (3, 2), (2, 1), {"loader": "load_ranges"}),
+    "sgd, shards": ({"optimizer": "sgd"}, (1, 2), (3, 1), {"loader": "load_ranges"}),
+    # 13 elements in the second group: over eight ranks of two, the last has none.
+    "padding alone, stage 1": ({"width": 3}, (2, 4), (1, 8), {}),
+    "padding alone, stage 3": ({"width": 3}, (2, 4), (3, 8), {}),
+    # Master weights and states are bit-equal; the losses are those of bfloat16 sums in another order.
+    "bf16": ({"precision": "bf16", **SUMS}, (1, 4), (1, 2), {"losses_within": 0.05}),
+    "bf16, stage 3": ({"precision": "bf16", **SUMS}, (1, 4), (3, 2), {"losses_within": 0.05, "config": {}}),
+    "bf16 of stage 3": ({"precision": "bf16", "config": {}}, (3, 4), (2, 2), {"losses_within": 0.05}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_precisions_and_padding(sources, tmp_path: Path, kind: str) -> None:
+    options, (source, ranks), (stage, world), more = KINDS[kind]
+    folder, expected = sources(source, world=ranks, **options)
+    assert bool(expected["saved"]["optim"]) == (kind != "sgd, shards")
+    resume(tmp_path, folder, expected, world, stage, **{**options, **more})
 
 
 @pytest.mark.slow
 def test_every_rank_raises_for_a_checkpoint_that_does_not_fit(sources, tmp_path: Path) -> None:
-    """A state that only one rank would have read is missing, and another has a shape of another model."""
+    """A state that one rank alone would have read is missing, one has another model's shape, and one is cut short."""
     folder, _ = sources(1)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    tag = damaged / f"global_step{SAVED}_universal"
-    shutil.rmtree(tag / "zero" / "leave.bias")
-    for key in ("fp32", "exp_avg", "exp_avg_sq"):
-        torch.save({"param": torch.zeros(23, 1)}, tag / "zero" / "leave.weight" / f"{key}.pt")
-    results = launch(Job(tmp_path / "results", 3, 2, seed=7, load_from=damaged))
-    for result in results:
-        assert result["error"].startswith("CheckpointError: the universal checkpoint does not fit this engine")
-        assert "leave.bias: not in the checkpoint" in result["error"]
-        assert "leave.weight: [23, 1] in the checkpoint, [1, 23] here" in result["error"]
-    shutil.rmtree(damaged)
-    shutil.copytree(folder, damaged)
-    for key in ("fp32", "exp_avg", "exp_avg_sq"):
-        torch.save({"param": torch.zeros(23, 5)}, tag / "zero" / "enter.weight" / f"{key}.pt")
-    for result in launch(Job(tmp_path / "others", 3, 2, seed=7, load_from=damaged)):
-        assert "enter.weight: [23, 5] in the checkpoint" in result["error"]
 
+    def said(name: str, damage: Any) -> list[str]:
+        shutil.copytree(folder, tmp_path / name)
+        damage(tmp_path / name / f"global_step{SAVED}_universal" / "zero")
+        found = launch(Job(tmp_path / f"{name} results", 3, 2, seed=7, load_from=tmp_path / name))
+        return [result["error"] for result in found]
 
-@pytest.mark.slow
-def test_every_rank_raises_for_a_file_that_is_cut_short(sources, tmp_path: Path) -> None:
-    """A moment that one rank alone would have read; all say which file it is, before anything is loaded."""
-    folder, _ = sources(1)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    path = damaged / f"global_step{SAVED}_universal" / "zero" / "leave.bias" / "exp_avg.pt"
-    path.write_bytes(path.read_bytes()[:100])
-    results = launch(Job(tmp_path / "results", 3, 1, seed=7, load_from=damaged))
-    assert len(results) == 3
-    for result in results:
-        assert result["error"].startswith("CheckpointError: the universal checkpoint does not fit this engine")
-        assert "zero/leave.bias/exp_avg.pt" in result["error"]
+    def other(states: Path) -> None:
+        shutil.rmtree(states / "leave.bias")
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save({"param": torch.zeros(23, 1)}, states / "leave.weight" / f"{key}.pt")
+
+    def cut(states: Path) -> None:
+        path = states / "leave.bias" / "exp_avg.pt"
+        path.write_bytes(path.read_bytes()[:100])
+
+    named = ("leave.bias: not in the checkpoint", "leave.weight: [23, 1] in the checkpoint, [1, 23] here")
+    for name, damage, wanted in (("other", other, named), ("cut", cut, ["zero/leave.bias/exp_avg.pt"])):
+        for error in said(name, damage):
+            assert error.startswith("CheckpointError: the universal checkpoint does not fit this engine")
+            assert all(each in error for each in wanted)
 
 
 @pytest.mark.slow
