@@ -63,73 +63,24 @@ class Bounds:
         return torch.cat(parts).view_as(like)
 
 
-# What leaks: functions of a row [1, T, width] that let tokens of one sequence see those of another.
-def _attention(x: Tensor, by: SimpleNamespace) -> Tensor:
-    weights = (x @ x.transpose(1, 2) / x.shape[-1] ** 0.5).softmax(-1)
-    return weights @ x
-
-
-def _convolution(x: Tensor, by: SimpleNamespace) -> Tensor:
-    reach = by.leak.distance
-    return nn.functional.pad(x, (0, 0, reach, 0))[:, : x.shape[1]]
-
-
-def _later(x: Tensor, by: SimpleNamespace) -> Tensor:
-    reach = by.leak.distance
-    return nn.functional.pad(x, (0, 0, 0, reach))[:, reach:]
-
-
-def _running_mean(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-
-
-def _state(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return by.cell(x)[0]
-
-
-def _row_norm(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return x / x.square().mean(1, keepdim=True).add(1e-6).sqrt()
-
-
-def _last_sees_first(x: Tensor, by: SimpleNamespace) -> Tensor:
-    seen = torch.zeros_like(x)
-    return torch.cat([seen[:, :-1], x[:, :1] + seen[:, -1:]], 1)
-
-
-def _sink(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return torch.sigmoid(x[:, :1]) * x
-
-
-def _largest(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return x - x.amax(1, keepdim=True)
-
-
-def _small_mean(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return 2e-3 * x.mean(1, keepdim=True).expand_as(x)  # halved, as every effect
-
-
-def _in_batch_norm(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return by.norm(x.flatten(0, 1)).view_as(x)
-
-
-def _place(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return x * torch.arange(x.shape[1], device=x.device)[:, None] / 32
-
-
-def _count(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return x * (x.shape[1] / 32)
-
-
-def _fourier(x: Tensor, by: SimpleNamespace) -> Tensor:
-    return torch.fft.fft(x, dim=1, norm="ortho").real
-
-
 Effect = Callable[[Tensor, SimpleNamespace], Tensor]
+#: What leaks: functions of a row [1, T, width] that let tokens of one sequence see those of another.
 KINDS: dict[str, Effect] = {
-    "attention": _attention, "convolution": _convolution, "sees later": _later, "running mean": _running_mean,
-    "state": _state, "row norm": _row_norm, "last sees first": _last_sees_first, "sink": _sink, "largest": _largest,
-    "mean of 1e-3": _small_mean, "batch norm": _in_batch_norm, "place": _place, "count": _count, "fourier": _fourier,
-}  # fmt: skip
+    "attention": lambda x, by: (x @ x.transpose(1, 2) / x.shape[-1] ** 0.5).softmax(-1) @ x,
+    "convolution": lambda x, by: nn.functional.pad(x, (0, 0, by.leak.distance, 0))[:, : x.shape[1]],
+    "sees later": lambda x, by: nn.functional.pad(x, (0, 0, 0, by.leak.distance))[:, by.leak.distance :],
+    "running mean": lambda x, by: x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None],
+    "state": lambda x, by: by.cell(x)[0],
+    "row norm": lambda x, by: x / x.square().mean(1, keepdim=True).add(1e-6).sqrt(),
+    "last sees first": lambda x, by: torch.cat([torch.zeros_like(x[:, 1:]), x[:, :1]], 1),
+    "sink": lambda x, by: torch.sigmoid(x[:, :1]) * x,
+    "largest": lambda x, by: x - x.amax(1, keepdim=True),
+    "mean of 1e-3": lambda x, by: 2e-3 * x.mean(1, keepdim=True).expand_as(x),  # halved, as every effect
+    "batch norm": lambda x, by: by.norm(x.flatten(0, 1)).view_as(x),
+    "place": lambda x, by: x * torch.arange(x.shape[1], device=x.device)[:, None] / 32,
+    "count": lambda x, by: x * (x.shape[1] / 32),
+    "fourier": lambda x, by: torch.fft.fft(x, dim=1, norm="ortho").real,
+}
 #: Kinds that change the numbers without any token seeing another's.
 BY_NUMBER = ("place", "count")
 PLACES = ("embedding", "layer", "before the head", "head", "loss")

@@ -3,6 +3,7 @@
 ``CASES``: a list of ``[family, stage, packed]``; the losses and gradient norms of each go to ``results<rank>.json``.
 """
 
+import copy
 import os
 
 import torch
@@ -27,93 +28,43 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 #: Samples of each step: of one token, as long as the capacity, and one alone, which leaves a rank without any.
 STEPS = ((5, 24, 1, 9), (1, 1, 1, 1), (24, 24, 24, 23), (7, 3, 24, 12), (2, 16, 8, 24), (11,))
-
-
-def _qwen3_next():
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-    kinds = ["linear_attention", "full_attention"]
-    return hf.Qwen3NextForCausalLM(
-        hf.Qwen3NextConfig(layer_types=kinds, shared_expert_intermediate_size=16, **linear, **experts, **GROUPED)
-    )
-
-
-def _nemotron_h():
-    scan = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
-    sizes = {name: value for name, value in GROUPED.items() if name != "num_hidden_layers"}
-    return hf.NemotronHForCausalLM(hf.NemotronHConfig(layers_block_type=["mamba", "attention", "mlp"], **scan, **sizes))
-
-
-def _mamba2():
-    scan = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
-    return hf.Mamba2ForCausalLM(hf.Mamba2Config(hidden_size=32, num_hidden_layers=2, **scan, **IDS))
-
-
-def _gpt_oss():
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-    return hf.GptOssForCausalLM(hf.GptOssConfig(sliding_window=4, **experts, **GROUPED))
-
-
-def _gemma2():
-    return hf.Gemma2ForCausalLM(hf.Gemma2Config(sliding_window=4, query_pre_attn_scalar=8, **GROUPED))
-
-
-def _llama4():
-    experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
-    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(attention_chunk_size=8, **experts, **GROUPED))
-
-
-def _modernbert():
-    special = {"cls_token_id": 1, "sep_token_id": 2}
-    return hf.ModernBertForMaskedLM(
-        hf.ModernBertConfig(local_attention=4, global_attn_every_n_layers=2, **special, **SIZES)
-    )
-
-
-def _bert():
-    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=3, **QUIET, **SIZES))
-
-
-def _t5():
-    ids = {**IDS, "decoder_start_token_id": 0}
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return hf.T5ForConditionalGeneration(hf.T5Config(dropout_rate=0.0, **sizes, **ids))
-
-
-def _bert_values():
-    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=3, problem_type="regression", **QUIET, **SIZES))
-
-
-def _bert_tokens():
-    return hf.BertForTokenClassification(hf.BertConfig(num_labels=3, **QUIET, **SIZES))
-
-
-def _bert_answers():
-    return hf.BertForQuestionAnswering(hf.BertConfig(**QUIET, **SIZES))
-
-
-def _llama_answers():
-    return hf.LlamaForQuestionAnswering(hf.LlamaConfig(**GROUPED))
-
-
-def _llama_last():
-    """Its head looks for the last token that is not padding, which is no 0."""
-    return hf.LlamaForSequenceClassification(hf.LlamaConfig(num_labels=3, **{**GROUPED, "pad_token_id": 2}))
-
-
+ATTENDED = {name: value for name, value in GROUPED.items() if name != "num_hidden_layers"}
+#: By family: the model's class and its configuration's, by name since each loads slowly, and the options of that.
 FAMILIES = {
-    "qwen3_next": _qwen3_next, "nemotron_h": _nemotron_h, "mamba2": _mamba2, "gpt_oss": _gpt_oss, "gemma2": _gemma2,
-    "llama4": _llama4, "modernbert": _modernbert, "bert": _bert, "t5": _t5,
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "num_experts_per_tok": 2,
+        **GROUPED}),
+    "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", {
+        "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, **ATTENDED}),
+    "mamba2": ("Mamba2ForCausalLM", "Mamba2Config", {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1,
+        "chunk_size": 8, **IDS}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {
+        "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0,
+        **GROUPED}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 4, "query_pre_attn_scalar": 8, **GROUPED}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {
+        "attention_chunk_size": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+        **GROUPED}),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", {
+        "local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2, **SIZES}),
+    "bert": ("BertForSequenceClassification", "BertConfig", {"num_labels": 3, **QUIET, **SIZES}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {
+        "dropout_rate": 0.0, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **IDS,
+        "decoder_start_token_id": 0}),
 }  # fmt: skip
-#: Models whose heads take other labels.
+#: Models whose heads take other labels. The head of the last looks for the last token that is not padding, which is no 0.
 HEADS = {
-    "bert_values": _bert_values, "bert_several": _bert, "bert_tokens": _bert_tokens, "bert_answers": _bert_answers,
-    "llama_answers": _llama_answers, "llama_last": _llama_last,
+    "bert_values": ("BertForSequenceClassification", "BertConfig", {
+        "num_labels": 3, "problem_type": "regression", **QUIET, **SIZES}),
+    "bert_several": FAMILIES["bert"],
+    "bert_tokens": ("BertForTokenClassification", "BertConfig", {"num_labels": 3, **QUIET, **SIZES}),
+    "bert_answers": ("BertForQuestionAnswering", "BertConfig", {**QUIET, **SIZES}),
+    "llama_answers": ("LlamaForQuestionAnswering", "LlamaConfig", GROUPED),
+    "llama_last": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 3, **GROUPED, "pad_token_id": 2}),
 }  # fmt: skip
 
 
@@ -121,7 +72,8 @@ HEADS = {
 def make_model(family):
     """A model of a family; what starts at one constant is drawn anew, so that no path is closed."""
     torch.manual_seed(0)
-    model = {**FAMILIES, **HEADS}[family]()
+    kind, config, options = {**FAMILIES, **HEADS}[family]
+    model = getattr(hf, kind)(getattr(hf, config)(**copy.deepcopy(options)))
     for parameter in model.parameters():
         if not torch.isfinite(parameter).all():  # left as allocated
             parameter.normal_(0.0, 0.1)
