@@ -8,6 +8,7 @@ import torch
 
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
+from ullage.checkpoint.conversion.journal import Journal
 from ullage.core.errors import InputError
 
 LLAMA_7B = {"embed.weight": (32000, 4096), "head.weight": (32000, 4096)}
@@ -51,39 +52,24 @@ def test_7b_on_768_ranks_on_paper(stage):
     assert num_files == 4 * (len(LLAMA_7B) + len(NORMS)) + 3
 
 
-def test_a_dry_run_writes_nothing_and_proves_the_source(written, tmp_path):
+def test_a_dry_run_writes_nothing_and_a_conversion_counts_every_byte_once_under_its_lock(written, tmp_path):
     report = checkpoint.convert(written.folder, tmp_path / "out", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     assert report.dry_run
-    done = checkpoint.convert(written.folder, tmp_path / "out")
-    assert done.num_bytes == report.num_bytes
-    files = [p for p in (tmp_path / "out").rglob("*") if p.is_file() and p.name != "ullage.json"]
-    assert sum(p.stat().st_size for p in files) == report.num_bytes
-    assert len(files) == report.num_files
-
-
-def test_progress_counts_every_byte_once(written, tmp_path):
     seen = []
-    report = checkpoint.convert(
-        written.folder, tmp_path / "out", progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen[-1] == (report.num_bytes, report.num_bytes)
-    assert seen == sorted(seen)
-
-
-def test_a_second_conversion_to_the_same_target_is_refused(written, tmp_path):
-    from ullage.checkpoint.conversion.journal import Journal
-
-    inventory = checkpoint.read(written.folder)
-    held = []
 
     def progress(done, total):
         with pytest.raises(InputError, match="another conversion is writing this target"):
             Journal(tmp_path / "out.partial", "x")
-        held.append(done)
+        seen.append((done, total))
 
-    checkpoint.convert(inventory, tmp_path / "out", progress=progress)
-    assert held
+    done = checkpoint.convert(written.folder, tmp_path / "out", progress=progress)
+    assert done.num_bytes == report.num_bytes
+    assert seen[-1] == (report.num_bytes, report.num_bytes)
+    assert seen == sorted(seen)
+    files = [p for p in (tmp_path / "out").rglob("*") if p.is_file() and p.name != "ullage.json"]
+    assert sum(p.stat().st_size for p in files) == report.num_bytes
+    assert len(files) == report.num_files
 
 
 def test_options_that_make_no_sense_are_refused(written, tmp_path):

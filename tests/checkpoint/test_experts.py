@@ -67,41 +67,38 @@ def first_of(content):
     return next(iter(content))
 
 
+def partition(content):
+    return content["optimizer_state_dict"]["partition_count"]
+
+
 def cut_by(run, counts):
     for path in run.glob("zero_pp_rank_*"):
-        edit(
-            path, lambda content: content["optimizer_state_dict"]["partition_count"].__setitem__(slice(2, None), counts)
-        )
+        edit(path, lambda content: partition(content).__setitem__(slice(2, None), counts))
 
 
+def reshape(content):
+    content["param_shapes"][3].update({first_of(content["param_shapes"][3]): torch.Size([3, 5])})
+
+
+UNTOLD = "do not tell the size of expert parallelism.*ep_size_2"
 DAMAGE = {
     "a missing expert": (lambda run: (run / EXPERT).unlink(), f"the file of an expert is missing .*{EXPERT}"),
     "a shape": (
         lambda run: edit(run / EXPERT, lambda content: content.update({first_of(content): torch.zeros(3, 3)})),
         f"the experts of a layer differ in shape .*{EXPERT}",
     ),
-    "shapes of the model states": (
-        lambda run: edit(
-            run / MODEL,
-            lambda content: content["param_shapes"][3].update(
-                {first_of(content["param_shapes"][3]): torch.Size([3, 5])}
-            ),
-        ),
-        "an expert of another shape",
-    ),
+    "shapes of the model states": (lambda run: edit(run / MODEL, reshape), "an expert of another shape"),
     "another expert": (
         lambda run: shutil.copy(run / EXPERT.replace("5", "6"), run / EXPERT),
         f"the file of an expert holds another one .*{EXPERT}",
     ),
     "shards that disagree": (
-        lambda run: edit(
-            run / SHARD, lambda content: content["optimizer_state_dict"]["partition_count"].__setitem__(3, 4)
-        ),
+        lambda run: edit(run / SHARD, lambda content: partition(content).__setitem__(3, 4)),
         f"shards disagree on the world size .*{SHARD}",
     ),
-    "a cut of 0": (lambda run: cut_by(run, [0, 0]), "do not tell the size of expert parallelism.*ep_size_2"),
-    "a cut of 3": (lambda run: cut_by(run, [3, 3]), "do not tell the size of expert parallelism.*ep_size_2"),
-    "a cut of 8": (lambda run: cut_by(run, [8, 8]), "do not tell the size of expert parallelism.*ep_size_2"),
+    "a cut of 0": (lambda run: cut_by(run, [0, 0]), UNTOLD),
+    "a cut of 3": (lambda run: cut_by(run, [3, 3]), UNTOLD),
+    "a cut of 8": (lambda run: cut_by(run, [8, 8]), UNTOLD),
     "a cut that divides": (lambda run: cut_by(run, [1, 1]), "a rank holds more experts than its share"),
     "a group of both": (
         lambda run: edit(run / MODEL, lambda content: content["param_shapes"][2].update(stranger=torch.Size([2]))),

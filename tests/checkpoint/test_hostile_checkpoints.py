@@ -45,35 +45,19 @@ class Settings:
 
 
 CLIENT_STATE = {
-    "counter": collections.Counter({3: 1, 7: 2}),
-    "deque": collections.deque([1, 2], maxlen=3),
-    "defaults": collections.defaultdict(int, a=1),
-    "dataclass": Settings(0.5, {"a": [1, (2,)]}),
-    "enum": Color.RED,
-    "nested": Settings.Nested.DEEP,
-    "decimal": decimal.Decimal("1.25"),
-    "zone": datetime.timezone(datetime.timedelta(hours=2)),
-    "time": datetime.datetime(2026, 11, 21, 1, 2, 3),
-    "uuid": uuid.UUID(int=7),
-    "range": range(2, 9),
-    "path": PurePosixPath("a/b"),
-    "slice": slice(1, None, 2),
-    "set": {("a", 1), "b", 3},
-    "bytes": b"\x00\xff",
-    "bytearray": bytearray(b"ab\xff"),
-    "long": -(3**2000),
-    "complex": 1 - 2j,
-    "simple": types.SimpleNamespace(a=1),
-    "partial": functools.partial(Settings, 0.25),
-    "random": random.Random(3).getstate(),
-    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
-    "numpy scalar": np.float64(0.1),
-    "tensor": torch.arange(12.0).reshape(3, 4).t(),
+    "counter": collections.Counter({3: 1, 7: 2}), "deque": collections.deque([1, 2], maxlen=3),
+    "defaults": collections.defaultdict(int, a=1), "dataclass": Settings(0.5, {"a": [1, (2,)]}), "enum": Color.RED,
+    "nested": Settings.Nested.DEEP, "decimal": decimal.Decimal("1.25"),
+    "zone": datetime.timezone(datetime.timedelta(hours=2)), "time": datetime.datetime(2026, 11, 21, 1, 2, 3),
+    "uuid": uuid.UUID(int=7), "range": range(2, 9), "path": PurePosixPath("a/b"), "slice": slice(1, None, 2),
+    "set": {("a", 1), "b", 3}, "bytes": b"\x00\xff", "bytearray": bytearray(b"ab\xff"), "long": -(3**2000),
+    "complex": 1 - 2j, "simple": types.SimpleNamespace(a=1), "partial": functools.partial(Settings, 0.25),
+    "random": random.Random(3).getstate(), "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "numpy scalar": np.float64(0.1), "tensor": torch.arange(12.0).reshape(3, 4).t(),
     "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
     "lr_scheduler": torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [3, 5]).state_dict(),
-    "dtype": torch.bfloat16,
-    "device": torch.device("cpu"),
-}
+    "dtype": torch.bfloat16, "device": torch.device("cpu"),
+}  # fmt: skip
 
 
 def same(a, b):

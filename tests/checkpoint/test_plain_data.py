@@ -105,16 +105,11 @@ def plain_data():
     from transformers.trainer_utils import IntervalStrategy
 
     return [
-        datetime.date(2026, 11, 23),
-        np.float32(1.5),
-        np.dtype("int8"),
-        torch.device("cpu"),
-        IntervalStrategy("steps"),
+        datetime.date(2026, 11, 23), np.float32(1.5), np.dtype("int8"), torch.device("cpu"), IntervalStrategy("steps"),
         LlamaConfig(hidden_size=8, num_attention_heads=2),
-        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3).state_dict(),
-        Own(),
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3).state_dict(), Own(),
         Own.Inner(),
-    ]
+    ]  # fmt: skip
 
 
 def test_plain_data_is_read():

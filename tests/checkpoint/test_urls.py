@@ -117,24 +117,20 @@ def test_a_description_is_read_without_its_file(folder, tmp_path):
     assert 1000 < Shaky.fetched < size / 10
 
 
-def test_requests_that_fail_for_now_are_repeated(folder, tmp_path):
+def test_requests_that_fail_for_now_are_repeated_and_a_store_that_says_no_is_asked_once(folder, tmp_path):
     upload(folder, "shaky://bucket/source")
+    inventory = checkpoint.read("shaky://bucket/source")
     Shaky.share = 0.2
     checkpoint.convert("shaky://bucket/source", tmp_path / "out", format="dcp")
     assert checkpoint.verify("shaky://bucket/source", tmp_path / "out") == []
     Shaky.share = 1.0
     (problem,) = checkpoint.read("shaky://bucket/source").problems()
     assert problem.what.startswith("cannot read")
-
-
-def test_a_store_that_says_no_is_asked_once(folder, tmp_path):
-    upload(folder, "shaky://bucket/source")
-    inventory = checkpoint.read("shaky://bucket/source")
     Shaky.forbidden = True
     (problem,) = checkpoint.read("shaky://bucket/source").problems()
     assert (problem.what, problem.file) == ("cannot read: no", "model.safetensors")
     with pytest.raises(Unreadable, match="run the same command again"):
-        checkpoint.convert(inventory, tmp_path / "out", format="dcp")
+        checkpoint.convert(inventory, tmp_path / "no", format="dcp")
 
 
 def test_what_cannot_be_is_refused_in_one_line(folder):

@@ -11,23 +11,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.test_directions import MODEL
 from tests.support import processes, real_zero
-from tests.support.checkpoints import assert_is_the_truth
+from tests.support.checkpoints import assert_is_the_truth, universal
 from tests.support.real_zero import SENTINEL, Recipe
 from ullage import checkpoint
 
 pytestmark = pytest.mark.parity
-
-MODEL = [
-    {
-        "embed.weight": (10, 3),
-        "layers.0.weight": (7, 3),
-        "layers.0.bias": (7,),
-        "layers.1.weight": (3, 7),
-        "head": (11,),
-    },
-    {"norm.weight": (5,), "norm.bias": (5,), "scale": (1,)},
-]
 
 RECIPES = {
     "bf16_optimizer dp 3": Recipe(stage=1, dp=3, dtype="bf16_optimizer", groups=MODEL),
@@ -74,11 +64,8 @@ def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
     step = {"adamw": real_zero.STEP, "adafactor": real_zero.STEP}.get(truth.recipe.optimizer)
     steps = list(target.glob("zero/*/step.pt"))
     assert len(steps) == (0 if step is None else len(truth.shapes()))
-    for path in steps:
-        found = torch.load(path, weights_only=True)
-        assert isinstance(found, torch.Tensor)
-        assert found.dtype == torch.float32
-        assert found.item() == step
+    for found in (torch.load(path, weights_only=True) for path in steps):
+        assert (type(found), found.dtype, found.item()) == (torch.Tensor, torch.float32, step)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16_optimizer"), (2, "fp32"), (3, "bf16")])
@@ -91,12 +78,9 @@ def test_frozen_parameters_buffers_and_ties_are_carried(stage, dtype, tmp_path):
     assert_is_the_truth(tmp_path / "universal", truth)
     lower = {"bf16": torch.bfloat16, "bf16_optimizer": torch.bfloat16}.get(dtype, torch.float32)
     wanted = {"adapter.base": torch.from_numpy(truth.frozen("adapter.base")).to(lower)}
-    wanted["norm.running_mean"] = torch.from_numpy(
-        truth.buffer("norm.running_mean")
-    )  # DeepSpeed leaves buffers in fp32
-    for name, tensor in wanted.items():
-        found = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt", weights_only=True)["param"]
-        assert torch.equal(found, tensor)
+    # DeepSpeed leaves buffers in fp32.
+    wanted["norm.running_mean"] = torch.from_numpy(truth.buffer("norm.running_mean"))
+    assert all(torch.equal(universal(tmp_path / "universal", name), tensor) for name, tensor in wanted.items())
     for states in tmp_path.glob("universal/*model_states.pt"):
         module = torch.load(states, weights_only=False)["module"]
         assert torch.equal(module["adapter.base"], torch.from_numpy(truth.frozen("adapter.base")).to(lower))

@@ -34,15 +34,11 @@ def row(lengths, slots=None, **more):
     layout = Layout.from_slots(lengths, slots or lengths)
     tokens = torch.arange(1, layout.size + 1)
     return {
-        "tokens": tokens,
-        "labels": tokens + 100,
-        "loss_mask": torch.ones(layout.size),
-        "position_ids": torch.from_numpy(layout.positions()),
-        "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
+        "tokens": tokens, "labels": tokens + 100, "loss_mask": torch.ones(layout.size),
+        "position_ids": torch.from_numpy(layout.positions()), "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
         "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded),
-        "max_seqlen": torch.tensor([max(slots or lengths)], dtype=torch.int32),
-        **more,
-    }
+        "max_seqlen": torch.tensor([max(slots or lengths)], dtype=torch.int32), **more,
+    }  # fmt: skip
 
 
 def test_main_and_dev_put_their_arguments_in_another_order():
@@ -151,12 +147,9 @@ def test_every_step_has_the_same_shapes_for_a_captured_graph(policy, cp):
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=6),
-    st.integers(1, 3),
-    st.sampled_from(["zigzag", "contiguous"]),
-    st.booleans(),
-    st.integers(1, 9),
-)
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=6), st.integers(1, 3),
+    st.sampled_from(["zigzag", "contiguous"]), st.booleans(), st.integers(1, 9),
+)  # fmt: skip
 @settings(max_examples=60)
 def test_a_tail_moves_no_sequence(drawn, parts, order, extend, alignment):
     unit = 2 * parts if parts > 1 else 1

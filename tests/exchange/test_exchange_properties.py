@@ -231,18 +231,12 @@ def test_samples_are_read_alike_for_a_batch_and_for_the_exchange_whatever_their_
 @pytest.mark.parametrize(
     "samples",
     [
-        [{"x": [1], "y": [1]}, {"x": [1]}],
-        [{"x": [1]}, {"x": [1], "y": [1]}],
-        [{"x": [1, 2], "y": [1, 2]}, {"x": [1, 2], "y": [1]}],
-        [{"x": [1]}, {"x": 1}],
-        [{"x": [1]}, {"x": []}],
-        [{"x": [1]}, {"x": "one"}],
-        [{"x": np.zeros((1, 2))}, {"x": np.zeros((1, 3))}],
-        [{"x": 1}, {"x": 2}],
-        [{"x": np.zeros(1, np.uint64)}, {"x": np.zeros(1, np.int64)}],
-        [{"x": [1]}, [1]],
+        [{"x": [1], "y": [1]}, {"x": [1]}], [{"x": [1]}, {"x": [1], "y": [1]}],
+        [{"x": [1, 2], "y": [1, 2]}, {"x": [1, 2], "y": [1]}], [{"x": [1]}, {"x": 1}], [{"x": [1]}, {"x": []}],
+        [{"x": [1]}, {"x": "one"}], [{"x": np.zeros((1, 2))}, {"x": np.zeros((1, 3))}], [{"x": 1}, {"x": 2}],
+        [{"x": np.zeros(1, np.uint64)}, {"x": np.zeros(1, np.int64)}], [{"x": [1]}, [1]],
     ],
-)
+)  # fmt: skip
 def test_a_batch_and_the_exchange_refuse_the_same_samples_in_the_same_words(samples):
     messages = []
     for read in (RaggedBatch.from_samples, lambda s: materialize(ullage.plan([1, 1], ranks=1, capacity=8), s, 0)):

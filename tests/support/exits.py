@@ -99,14 +99,9 @@ class Server:
         chosen = {name: str(value) for name, value in chosen.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
         given = [script, *arguments] if train is None else ["-m", "ullage", "train", *train]
         order = forked.order_of(
-            [sys.executable, *given],
-            self._server.environment | chosen,
-            ROOT,
-            ranks=world,
-            ends="alone",
-            store="rank",
+            [sys.executable, *given], self._server.environment | chosen, ROOT, ranks=world, ends="alone", store="rank",
             own_logs=True,
-        )
+        )  # fmt: skip
         with contextlib.ExitStack() as opened:
             logs = [opened.enter_context((log / f"rank{rank}.log").open("w")) for rank in range(world)]
             nothing = opened.enter_context(open(os.devnull))

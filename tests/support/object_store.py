@@ -1,13 +1,15 @@
 """An S3 server in a process of its own, which lets some of the requests fail as networks and stores do.
 
-    with object_store.serve(folder, fail=0.05) as store:
-        checkpoint.convert(source, store.url("bucket/out"), storage_options=store.options)
+    with object_store.serve(seed=7) as store:
+        store.counts(0.05)
+        checkpoint.convert("s3://bucket/source", target, storage_options=store.options)
 
 A request that is chosen to fail is answered with 500, cut off without an answer, answered late, or answered with half
 of a body whose length is announced whole. What the server holds outlives its clients. Run as a script it is the server:
 its first line of output is its port.
 """
 
+import ast
 import os
 import random
 import socket
@@ -15,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 #: As the share of requests that fail: every request is answered that it is not permitted.
@@ -34,8 +37,7 @@ class Faulty:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         if environ["PATH_INFO"] == "/faults":
-            if environ["QUERY_STRING"]:
-                self.share = float(environ["QUERY_STRING"])
+            self.share = float(environ["QUERY_STRING"])
             body = repr(self.counts).encode()
             start_response("200 OK", [("Content-Length", str(len(body)))])
             return [body]
@@ -76,13 +78,11 @@ class Faulty:
 class ObjectStore:
     """A server that runs: its address, and what fsspec needs to know of it."""
 
-    port: int
-    buckets: tuple[str, ...] = ("bucket",)
-    options: dict[str, Any] = field(default_factory=dict)
+    endpoint: str
 
-    def url(self, key: str) -> str:
-        """The URL of ``bucket/path``."""
-        return f"s3://{key}"
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"endpoint_url": self.endpoint, "key": "testing", "secret": "testing"}
 
     def system(self) -> Any:
         """The file system of fsspec."""
@@ -90,30 +90,22 @@ class ObjectStore:
 
         return fsspec.filesystem("s3", **self.options)
 
-    def counts(self, share: float | None = None) -> dict[str, int]:
-        """Requests and faults so far; sets the share of faults where it is given."""
-        import ast
-        import urllib.request
-
-        query = "" if share is None else f"?{share}"
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/faults{query}") as answer:
+    def counts(self, share: float) -> dict[str, int]:
+        """Requests and faults so far; from now on that share of the requests fails."""
+        with urllib.request.urlopen(f"{self.endpoint}/faults?{share}") as answer:
             return ast.literal_eval(answer.read().decode())
 
 
 @contextmanager
-def serve(fail: float = 0.0, seed: int = 0):
+def serve(seed: int = 0):
     """A server with an empty bucket named ``bucket``, ended at the end."""
     environment = {**os.environ, "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(64 << 20)}
     command = [sys.executable, __file__, str(seed)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert server.stdout is not None
     try:
-        port = int(server.stdout.readline())
-        endpoint = f"http://127.0.0.1:{port}"
-        options = {"endpoint_url": endpoint, "key": "testing", "secret": "testing"}
-        store = ObjectStore(port, options=options)
+        store = ObjectStore(f"http://127.0.0.1:{int(server.stdout.readline())}")
         store.system().mkdir("bucket")
-        store.counts(fail)
         yield store
     finally:
         server.terminate()

@@ -108,12 +108,9 @@ class Recipe:
 
 #: Tensor-valued, sliceable state of each optimizer.
 STATE_KEYS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "lion": ("exp_avg",),
+    "adamw": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum_buffer",), "lion": ("exp_avg",),
     "adafactor": ("variance",),
-}
+}  # fmt: skip
 
 
 @dataclass
