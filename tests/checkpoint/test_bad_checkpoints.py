@@ -116,14 +116,10 @@ def test_a_header_of_a_record_that_differs_from_the_directory_is_refused(at, tmp
         read_torch_file(tmp_path / "file.pt")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda held: held.update(frozen=held["frozen"].half()), r"of several dtypes .*frozen.*found float16, float32"),
-        (lambda held: held.update(frozen=held["frozen"][:2].clone()), r"missing or too short .*rank_1_.*rank 1"),
-    ],
-    ids=["another dtype", "too short"],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda held: held.update(frozen=held["frozen"].half()), r"of several dtypes .*frozen.*found float16, float32"),
+    (lambda held: held.update(frozen=held["frozen"][:2].clone()), r"missing or too short .*rank_1_.*rank 1"),
+], ids=["another dtype", "too short"])  # fmt: skip
 def test_fragments_of_a_frozen_parameter_agree(change, said, tmp_path):
     recipe = Recipe(stage=3, dp=2, groups=[{"w": (5, 2)}], frozen={"frozen": (4, 3)})
     folder = real_zero.write(tmp_path / "run", recipe).folder / recipe.tag

@@ -88,14 +88,11 @@ def test_numbers_of_the_optimizer_that_differ_within_a_group_are_refused(tmp_pat
     checkpoint.convert(tmp_path / "dcp", tmp_path / "out", format="safetensors")
 
 
-@pytest.mark.parametrize(
-    ("saved", "said"),
-    [
-        ({"model": {"w": torch.ones(3)}, "w": torch.zeros(3)}, "two tensors of one name.*model.w and w"),
-        ({"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}, "no weights.*found optimizer"),
-        ({"net": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}}, "no weights.*found net, ema.*get_state_dict"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "said"), [
+    ({"model": {"w": torch.ones(3)}, "w": torch.zeros(3)}, "two tensors of one name.*model.w and w"),
+    ({"optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}, "no weights.*found optimizer"),
+    ({"net": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}}, "no weights.*found net, ema.*get_state_dict"),
+])  # fmt: skip
 def test_what_has_no_weights_or_two_of_one_name_is_refused(saved, said, tmp_path):
     dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CheckpointError, match=said):

@@ -48,17 +48,14 @@ def test_the_norm_is_logged_without_clipping(tmp_path):
     assert all(row["grad_norm"] > 0 for row in made.state.log_history if "loss" in row)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported over ullage.engines.fsdp"),
-        ({"async_save": True}, "async_save is not supported over"),
-        ({"packing_loss_weighting": "sequence"}, "packing_loss_weighting is not supported over"),
-        ({"packing_capacity": "auto"}, "a capacity is not found by itself over"),
-        ({"packing_capacity": None}, "is trained on packed steps .*packing_capacity.: expected a number of tokens"),
-        ({"bf16": True}, r"bf16 .* expected parallelize\(model, dtype=torch.bfloat16\)"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported over ullage.engines.fsdp"),
+    ({"async_save": True}, "async_save is not supported over"),
+    ({"packing_loss_weighting": "sequence"}, "packing_loss_weighting is not supported over"),
+    ({"packing_capacity": "auto"}, "a capacity is not found by itself over"),
+    ({"packing_capacity": None}, "is trained on packed steps .*packing_capacity.: expected a number of tokens"),
+    ({"bf16": True}, r"bf16 .* expected parallelize\(model, dtype=torch.bfloat16\)"),
+])  # fmt: skip
 def test_arguments_that_would_not_be_honoured_are_refused(tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         trainer(tmp_path, **options)

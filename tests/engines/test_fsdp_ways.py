@@ -80,17 +80,14 @@ def test_two_processes_train_as_a_plain_trainer(ran, kind):
         assert rank[kind]["norms"] == pytest.approx(ran[1][0][kind]["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "plain"),
-    [
-        (2, "classes, tp", "sequence"),
-        # From a plain Trainer's checkpoint: the losses before it are those of its state, five are computed here.
-        (2, "continued", "llama"),
-        (2, "continued lora", "lora"),
-        (4, "run, hsdp", "llama"),
-        (4, "run, tp", "llama"),
-    ],
-)
+@pytest.mark.parametrize(("world", "name", "plain"), [
+    (2, "classes, tp", "sequence"),
+    # From a plain Trainer's checkpoint: the losses before it are those of its state, five are computed here.
+    (2, "continued", "llama"),
+    (2, "continued lora", "lora"),
+    (4, "run, hsdp", "llama"),
+    (4, "run, tp", "llama"),
+])  # fmt: skip
 def test_layouts_train_as_a_plain_trainer(ran, world, name, plain):
     assert_same(ran, world, name, ran[1][0][plain])
 

@@ -48,29 +48,26 @@ def test_a_step_with_an_oversize_sequence_or_without_samples_is_an_error_everywh
         assert "no rank has any sample" in found["no sequence at all"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "words", "at_fault"),
-    [
-        ("no max_seqlen_per_dp_cp_rank", "max_seqlen_per_dp_cp_rank", "0123"),
-        ("no max_seqlen_per_dp_cp_rank on rank 3", "max_seqlen_per_dp_cp_rank", "3"),
-        ("no sequence_packing_scheduler", "Set one of balanced, default, default_dynamic_cp, dp_balanced", "0123"),
-        ("no sequence_packing_scheduler on rank 3", "sequence_packing_scheduler", "3"),
-        ("no virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "0123"),
-        ("virtual without group size", "microbatch_group_size_per_vp_stage", "0123"),
-        ("capacity 0", "max_seqlen_per_dp_cp_rank", "0123"),
-        ("unknown scheduler", "expected balanced or default or default_dynamic_cp or dp_balanced", "0123"),
-        ("no tokens", "'tokens'", "2"),
-        ("no labels", "'labels'", "2"),
-        ("no loss_mask", "'loss_mask'", "2"),
-        ("no position_ids", "'position_ids'", "2"),
-        ("no length", "original_seq_len or cu_seqlens", "2"),
-        ("iterator on tp 1", "should have no data iterator", "1"),
-        ("no iterator on tp 0", "must have a data iterator", "2"),
-        ("no iterator but a list", "one entry per virtual stage: expected one iterator, found list of 2", "02"),
-        ("longer than its tokens", "expected 1 to 8, found 99", "02"),
-        ("dynamic without our attention", "attention_takes_cp_group", "0123"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words", "at_fault"), [
+    ("no max_seqlen_per_dp_cp_rank", "max_seqlen_per_dp_cp_rank", "0123"),
+    ("no max_seqlen_per_dp_cp_rank on rank 3", "max_seqlen_per_dp_cp_rank", "3"),
+    ("no sequence_packing_scheduler", "Set one of balanced, default, default_dynamic_cp, dp_balanced", "0123"),
+    ("no sequence_packing_scheduler on rank 3", "sequence_packing_scheduler", "3"),
+    ("no virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "0123"),
+    ("virtual without group size", "microbatch_group_size_per_vp_stage", "0123"),
+    ("capacity 0", "max_seqlen_per_dp_cp_rank", "0123"),
+    ("unknown scheduler", "expected balanced or default or default_dynamic_cp or dp_balanced", "0123"),
+    ("no tokens", "'tokens'", "2"),
+    ("no labels", "'labels'", "2"),
+    ("no loss_mask", "'loss_mask'", "2"),
+    ("no position_ids", "'position_ids'", "2"),
+    ("no length", "original_seq_len or cu_seqlens", "2"),
+    ("iterator on tp 1", "should have no data iterator", "1"),
+    ("no iterator on tp 0", "must have a data iterator", "2"),
+    ("no iterator but a list", "one entry per virtual stage: expected one iterator, found list of 2", "02"),
+    ("longer than its tokens", "expected 1 to 8, found 99", "02"),
+    ("dynamic without our attention", "attention_takes_cp_group", "0123"),
+])  # fmt: skip
 def test_a_fault_of_one_rank_is_an_error_on_every_rank(behaviours, fault, words, at_fault):
     for number, rank in enumerate(behaviours):
         line = rank["bad_input"][fault]
@@ -87,20 +84,17 @@ def test_ranks_that_do_not_agree_say_so_and_sound_steps_follow(behaviours):
             assert (rank[group]["nothing"], rank[group]["still sound"]) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words", "at_fault"),
-    [
-        ("iterator on tp 1", "should have no data iterator", (1, 3)),
-        ("none on tp 0", "must have a data iterator", (0, 2)),
-        ("at its end", "no further microbatch", (0, 2)),
-        ("no tokens", "lacks a key ('tokens'", (0, 2)),
-        ("no loss_mask", "lacks a key ('loss_mask'", (0, 2)),
-        ("no cu_seqlens", "lacks a key ('cu_seqlens'", (0, 2)),
-        ("too short", "expected int64 [8], found int64 [7]", (0, 2)),
-        ("float tokens", "found float32 [8]", (0, 2)),
-        ("no sequence", "holds no sequence", (0, 2)),
-    ],
-)
+@pytest.mark.parametrize(("fault", "words", "at_fault"), [
+    ("iterator on tp 1", "should have no data iterator", (1, 3)),
+    ("none on tp 0", "must have a data iterator", (0, 2)),
+    ("at its end", "no further microbatch", (0, 2)),
+    ("no tokens", "lacks a key ('tokens'", (0, 2)),
+    ("no loss_mask", "lacks a key ('loss_mask'", (0, 2)),
+    ("no cu_seqlens", "lacks a key ('cu_seqlens'", (0, 2)),
+    ("too short", "expected int64 [8], found int64 [7]", (0, 2)),
+    ("float tokens", "found float32 [8]", (0, 2)),
+    ("no sequence", "holds no sequence", (0, 2)),
+])  # fmt: skip
 def test_a_faulty_microbatch_is_an_error_on_all_tensor_parallel_ranks(behaviours, fault, words, at_fault):
     for number, rank in enumerate(behaviours):
         line = rank["bad_batches"][fault]

@@ -47,18 +47,14 @@ def test_two_processes_and_what_every_rank_refuses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "cases"),
-    [
-        (2, ["dp2", "tp2+sp", "pp2", "cp2", "pp2.vpp2", "dp2.auto", "cp2.mtp"]),
-        (4, ["dp2.cp2", "tp2.pp2+sp", "pp4.vpp2", "cp4"]),
-        # A prediction layer alone on a middle stage: its embedding and rolled labels come from our batches, and the
-        # loss of what it predicts is on the next stage.
-        (4, ["pp4.mtp.middle"]),
-        (8, ["pp2.vpp2.tp2.cp2+sp"]),
-    ],
-    ids=["two", "four", "middle", "eight"],
-)
+@pytest.mark.parametrize(("processes", "cases"), [
+    (2, ["dp2", "tp2+sp", "pp2", "cp2", "pp2.vpp2", "dp2.auto", "cp2.mtp"]),
+    (4, ["dp2.cp2", "tp2.pp2+sp", "pp4.vpp2", "cp4"]),
+    # A prediction layer alone on a middle stage: its embedding and rolled labels come from our batches, and the
+    # loss of what it predicts is on the next stage.
+    (4, ["pp4.mtp.middle"]),
+    (8, ["pp2.vpp2.tp2.cp2+sp"]),
+], ids=["two", "four", "middle", "eight"])  # fmt: skip
 def test_every_combination_trains_as_one_sequence_at_a_time(processes, cases):
     for record in records(processes, WORKER, *cases):
         check(record)

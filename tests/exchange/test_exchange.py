@@ -81,23 +81,20 @@ def test_a_microbatch_without_sequences_still_knows_its_fields():
         assert batch.placeholder()["labels"].tolist() == [-100]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda s, p: materialize(p, s, 2), "no such rank in the plan"),
-        (lambda s, p: materialize(p, s[:2], 0), "expected 3 samples, found 2"),
-        (lambda s, p: materialize(p, [s[0], s[0], s[2]], 0), "not as long as planned (sample 1)"),
-        (lambda s, p: materialize(p, s, 0, fields=["input_ids", "mask"]), "field 'mask'"),
-        (lambda s, p: materialize(p, s, 0, per_sequence=["labels"]), "field 'labels'"),
-        (lambda s, p: materialize(p, s, 0, fields=["id"]), "no field is token-aligned"),
-        (lambda s, p: exchange(p, s, Topology.single(), Lengths([5, 9, 4], [3])), "other lengths than were gathered"),
-        (lambda s, p: exchange(p, s, Topology.single(), Lengths([5, 9, 3], [1, 2])), "another number of ranks"),
-        (lambda s, p: share(None, Axis("tp")), "must have microbatches"),
-        (lambda s, p: share([], Axis("tp"), source=1), "no such source"),
-        (lambda s, p: Lengths([1, 2], [1]), "counts and lengths disagree"),
-        (lambda s, p: shard(ullage.RaggedBatch.from_samples(s, pad_to_multiple_of=4), 3, 0, "contiguous"), "cp = 3"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda s, p: materialize(p, s, 2), "no such rank in the plan"),
+    (lambda s, p: materialize(p, s[:2], 0), "expected 3 samples, found 2"),
+    (lambda s, p: materialize(p, [s[0], s[0], s[2]], 0), "not as long as planned (sample 1)"),
+    (lambda s, p: materialize(p, s, 0, fields=["input_ids", "mask"]), "field 'mask'"),
+    (lambda s, p: materialize(p, s, 0, per_sequence=["labels"]), "field 'labels'"),
+    (lambda s, p: materialize(p, s, 0, fields=["id"]), "no field is token-aligned"),
+    (lambda s, p: exchange(p, s, Topology.single(), Lengths([5, 9, 4], [3])), "other lengths than were gathered"),
+    (lambda s, p: exchange(p, s, Topology.single(), Lengths([5, 9, 3], [1, 2])), "another number of ranks"),
+    (lambda s, p: share(None, Axis("tp")), "must have microbatches"),
+    (lambda s, p: share([], Axis("tp"), source=1), "no such source"),
+    (lambda s, p: Lengths([1, 2], [1]), "counts and lengths disagree"),
+    (lambda s, p: shard(ullage.RaggedBatch.from_samples(s, pad_to_multiple_of=4), 3, 0, "contiguous"), "cp = 3"),
+])  # fmt: skip
 def test_what_does_not_fit_together_is_an_error(change, words):
     samples = samples_of([5, 9, 3])
     plan = ullage.plan([5, 9, 3], ranks=1, capacity=32)
@@ -157,26 +154,18 @@ def test_an_iterable_that_ends_before_the_state_is_an_error():
 OWN, INDEX = {"shared": False}, {"shared": True}
 
 
-@pytest.mark.parametrize(
-    ("wrote", "given", "reads", "expected"),
-    [
-        (Stream("iterable", 2, **OWN), [5, 3], Stream("iterable", 2, ranks=7), [5, 3]),  # files of ranks, now shards
-        (Stream("iterable", 3, ranks=2), [4, 0, 9], Stream("iterable", 3, ranks=5), [4, 0, 9]),
-        (Stream("iterable", 1), [8], Stream("iterable", 3, **INDEX), [3, 3, 2]),
-        (Stream("iterable", 3, **INDEX), [3, 3, 2], Stream("iterable", 1), [8]),
-        (Stream("iterable", 2, **OWN), [0, 0], Stream("iterable", 3, **OWN), [0, 0, 0]),
-        (Stream("iterable", 2, **OWN), [5, 3], Stream("iterable", 3, **OWN), "datasets.IterableDataset whose 2 shards"),
-        (Stream("iterable", 2, **OWN), [4, 4], Stream("iterable", 2, **INDEX), "read in another way"),
-        (Stream("iterable", 2, **INDEX), [4, 4], Stream("iterable", 2, **OWN), "as a whole on every rank, with shared"),
-        (Stream("iterable", 2, ranks=2), [4, 4], Stream("iterable", 3, ranks=2), "expected 2 shards of an iterable"),
-        (
-            Stream("map", 3, (5, 0, 3), **OWN),
-            [5, 0, 1],
-            Stream("map", 2, (4, 4), **OWN),
-            "the whole dataset, and shared",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("wrote", "given", "reads", "expected"), [
+    (Stream("iterable", 2, **OWN), [5, 3], Stream("iterable", 2, ranks=7), [5, 3]),  # files of ranks, now shards
+    (Stream("iterable", 3, ranks=2), [4, 0, 9], Stream("iterable", 3, ranks=5), [4, 0, 9]),
+    (Stream("iterable", 1), [8], Stream("iterable", 3, **INDEX), [3, 3, 2]),
+    (Stream("iterable", 3, **INDEX), [3, 3, 2], Stream("iterable", 1), [8]),
+    (Stream("iterable", 2, **OWN), [0, 0], Stream("iterable", 3, **OWN), [0, 0, 0]),
+    (Stream("iterable", 2, **OWN), [5, 3], Stream("iterable", 3, **OWN), "datasets.IterableDataset whose 2 shards"),
+    (Stream("iterable", 2, **OWN), [4, 4], Stream("iterable", 2, **INDEX), "read in another way"),
+    (Stream("iterable", 2, **INDEX), [4, 4], Stream("iterable", 2, **OWN), "as a whole on every rank, with shared"),
+    (Stream("iterable", 2, ranks=2), [4, 4], Stream("iterable", 3, ranks=2), "expected 2 shards of an iterable"),
+    (Stream("map", 3, (5, 0, 3), **OWN), [5, 0, 1], Stream("map", 2, (4, 4), **OWN), "the whole dataset, and shared"),
+])  # fmt: skip
 def test_a_state_is_loaded_by_other_readers_of_the_same_stream_or_refused_with_what_to_do(
     wrote, given, reads, expected
 ):

@@ -43,16 +43,13 @@ def test_nothing_is_raised_without_a_fault(failures):
     assert [raised["nothing"] for raised in failures] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "found"),
-    [
-        ("extra field", "reward", "float32 per sequence"),
-        ("shape", "mask", "shape [2]"),
-        ("unit", "id", "int64 per token"),
-        ("no field", "mask", "no such field"),
-        ("long header", "field 39", "shape [2]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "field", "found"), [
+    ("extra field", "reward", "float32 per sequence"),
+    ("shape", "mask", "shape [2]"),
+    ("unit", "id", "int64 per token"),
+    ("no field", "mask", "no such field"),
+    ("long header", "field 39", "shape [2]"),
+])  # fmt: skip
 def test_other_fields_than_the_rest_raise_everywhere_and_name_rank_and_field(failures, name, field, found):
     for line in everyone(failures, name):
         assert line.startswith("DistributedError: a rank has other fields than the rest")
@@ -61,22 +58,19 @@ def test_other_fields_than_the_rest_raise_everywhere_and_name_rank_and_field(fai
         assert found in line
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("missing key", ["sample 2", "'mask'"]),
-        ("missing in first", ["'mask'"]),
-        ("not a mapping", ["sample 3", "not a mapping"]),
-        ("another length", ["sample 3", "length"]),
-        ("too few", ["samples", "expected 4, found 3"]),
-        ("text", ["'mask'", "text"]),
-        ("a plan of other ranks", ["another number of ranks"]),
-        ("bad lengths", ["negative"]),
-        ("float lengths", ["integers"]),
-        ("share of nothing", ["must have microbatches"]),
-        ("share of no such field", ["'labels'"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("missing key", ["sample 2", "'mask'"]),
+    ("missing in first", ["'mask'"]),
+    ("not a mapping", ["sample 3", "not a mapping"]),
+    ("another length", ["sample 3", "length"]),
+    ("too few", ["samples", "expected 4, found 3"]),
+    ("text", ["'mask'", "text"]),
+    ("a plan of other ranks", ["another number of ranks"]),
+    ("bad lengths", ["negative"]),
+    ("float lengths", ["integers"]),
+    ("share of nothing", ["must have microbatches"]),
+    ("share of no such field", ["'labels'"]),
+])  # fmt: skip
 def test_one_rank_at_fault_raises_its_error_there_and_tells_the_others(failures, name, words):
     lines = everyone(failures, name)
     assert [line.split(":")[0] for line in lines] == ["DistributedError", "DistributedError", "InputError"]

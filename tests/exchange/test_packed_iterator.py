@@ -43,14 +43,11 @@ def test_a_resumed_run_goes_on_exactly(kind, worlds):
         assert [ids for ids, _ in rest] == [whole[stop:] for stop in stops]
 
 
-@pytest.mark.parametrize(
-    ("count", "size", "worlds", "stop"),
-    [
-        (83, 7, (4, 3, 5), 4),
-        pytest.param(61, 3, (1, 7, 2, 5, 3), 4, marks=pytest.mark.slow),
-        pytest.param(10_000, 96, (4, 3, 5), 40, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("count", "size", "worlds", "stop"), [
+    (83, 7, (4, 3, 5), 4),
+    pytest.param(61, 3, (1, 7, 2, 5, 3), 4, marks=pytest.mark.slow),
+    pytest.param(10_000, 96, (4, 3, 5), 40, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_what_all_ranks_hold_goes_on_at_any_dp_each_sample_once_in_the_steps_of_one_process(count, size, worlds, stop):
     trained, states, ends = {}, {}, len(worlds) - 1
     for turn, world in enumerate(worlds):
@@ -90,26 +87,23 @@ def failures():
     return values(run(cases.failures_of_iterator, 3))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("missing key 0", ["'labels'", "sample 19 of the stream"]),
-        ("missing key 3", ["'labels'", "sample 19 of the stream"]),
-        ("shape", ["'labels'", "shape [2]"]),
-        ("required", ["'labels'"]),
-        ("long", ["does not fit", "found 65"]),
-        ("reader", ["the reader broke"]),
-        ("no samples", ["must have samples"]),
-        ("capacity", ["different capacity", "rank 1", "found 65"]),
-        ("bad capacity", ["capacity must be an integer"]),
-        ("size", ["global_batch_size must be an integer"]),
-        ("option", ["no such option", "colour"]),
-        ("kinds", ["different sources"]),
-        ("random", ["cannot be told", "shared=True"]),
-        ("not shared", ["not the same on every rank"]),
-        ("cost", ["one number a sequence"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("missing key 0", ["'labels'", "sample 19 of the stream"]),
+    ("missing key 3", ["'labels'", "sample 19 of the stream"]),
+    ("shape", ["'labels'", "shape [2]"]),
+    ("required", ["'labels'"]),
+    ("long", ["does not fit", "found 65"]),
+    ("reader", ["the reader broke"]),
+    ("no samples", ["must have samples"]),
+    ("capacity", ["different capacity", "rank 1", "found 65"]),
+    ("bad capacity", ["capacity must be an integer"]),
+    ("size", ["global_batch_size must be an integer"]),
+    ("option", ["no such option", "colour"]),
+    ("kinds", ["different sources"]),
+    ("random", ["cannot be told", "shared=True"]),
+    ("not shared", ["not the same on every rank"]),
+    ("cost", ["one number a sequence"]),
+])  # fmt: skip
 def test_an_error_on_one_rank_is_raised_on_every_rank(failures, name, words):
     for raised in failures:
         assert "Error: " in raised[name], raised

@@ -128,26 +128,23 @@ def test_without_squares_a_sequence_has_one_image():
         assert ullage.plan([5, 5], ranks=1, capacity=10, amounts=amounts, cost=cost).costs.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"capacities": {"patches": 5}}, "needs the capacity of tokens"),
-        ({"capacity": 8, "capacities": {"tokens": 9}}, "two capacities of tokens"),
-        ({"capacity": 8, "capacities": {"images": 5}}, "capacity of images, and no amounts of it.*amounts of patches"),
-        ({"capacity": 8, "capacities": {"patches": 0}}, "the capacity of patches must be an integer.*'?0"),
-        ({"capacity": 8, "capacities": 5}, "capacities must be a mapping"),
-        ({"capacity": 8, "amounts": {"patches": [1, 2]}}, "one per sequence.*expected 3, found 2"),
-        ({"capacity": 8, "amounts": {"patches": [1, 2, -1]}}, "amounts of patches must not be negative"),
-        ({"capacity": 8, "amounts": {"tokens": [1, 2, 3]}}, "amounts of tokens are the lengths"),
-        ({"capacity": 8, "capacities": {"patches": 4}}, r"sequence 2\): expected at most the capacity of 4 patches"),
-        ({"capacity": 8, "capacities": {"patches": 4}, "oversize": "truncate"}, "patches cannot be truncated"),
-        ({"capacity": 4, "capacities": {"patches": 9}, "oversize": "truncate"}, "with patches cannot be truncated"),
-        ({"capacity": 8, "capacities": {"patches": 9}, "context_parallel": "auto"}, "capacity of patches cannot be"),
-        ({"capacity": 8, "capacities": {"patches": 7}, "keep_together": [[0, 2]]}, "at most 7 patches, found 8"),
-        ({"capacity": 8, "capacities": {"patches": 7}, "strategy": "preassigned", "assignment": [[[0, 2], [1]]]},
-         "unsound plan: over capacity.*rank 0 holds 8 patches of 7: sequences 0, 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "words"), [
+    ({"capacities": {"patches": 5}}, "needs the capacity of tokens"),
+    ({"capacity": 8, "capacities": {"tokens": 9}}, "two capacities of tokens"),
+    ({"capacity": 8, "capacities": {"images": 5}}, "capacity of images, and no amounts of it.*amounts of patches"),
+    ({"capacity": 8, "capacities": {"patches": 0}}, "the capacity of patches must be an integer.*'?0"),
+    ({"capacity": 8, "capacities": 5}, "capacities must be a mapping"),
+    ({"capacity": 8, "amounts": {"patches": [1, 2]}}, "one per sequence.*expected 3, found 2"),
+    ({"capacity": 8, "amounts": {"patches": [1, 2, -1]}}, "amounts of patches must not be negative"),
+    ({"capacity": 8, "amounts": {"tokens": [1, 2, 3]}}, "amounts of tokens are the lengths"),
+    ({"capacity": 8, "capacities": {"patches": 4}}, r"sequence 2\): expected at most the capacity of 4 patches"),
+    ({"capacity": 8, "capacities": {"patches": 4}, "oversize": "truncate"}, "patches cannot be truncated"),
+    ({"capacity": 4, "capacities": {"patches": 9}, "oversize": "truncate"}, "with patches cannot be truncated"),
+    ({"capacity": 8, "capacities": {"patches": 9}, "context_parallel": "auto"}, "capacity of patches cannot be"),
+    ({"capacity": 8, "capacities": {"patches": 7}, "keep_together": [[0, 2]]}, "at most 7 patches, found 8"),
+    ({"capacity": 8, "capacities": {"patches": 7}, "strategy": "preassigned", "assignment": [[[0, 2], [1]]]},
+     "unsound plan: over capacity.*rank 0 holds 8 patches of 7: sequences 0, 2"),
+])  # fmt: skip
 def test_what_cannot_be_held_is_refused(options, words):
     with pytest.raises(InputError, match=words):
         ullage.plan([3, 4, 5], **({"ranks": 2, "amounts": {"patches": [2, 0, 6]}} | options))

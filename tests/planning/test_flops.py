@@ -72,17 +72,14 @@ def test_a_config_without_a_formula_is_refused() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("model_type", "apart"),
-    [
-        *((name, 0.0) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm")),
-        *((name, 0.0) for name in ("paligemma", "mistral3")),
-        # Beside the patches a class token, and a head over them, which real images of hundreds of patches make small;
-        # linear attention, which has no formula.
-        *((name, 0.04) for name in ("llava", "internvl", "qwen3_5")),
-        ("gemma3", 0.08),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "apart"), [
+    *((name, 0.0) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm")),
+    *((name, 0.0) for name in ("paligemma", "mistral3")),
+    # Beside the patches a class token, and a head over them, which real images of hundreds of patches make small;
+    # linear attention, which has no formula.
+    *((name, 0.04) for name in ("llava", "internvl", "qwen3_5")),
+    ("gemma3", 0.08),
+])  # fmt: skip
 def test_forward_flops_of_tower_and_text(model_type: str, apart: float) -> None:
     model = tiny_model(model_type, "image")
     model.set_attn_implementation("eager")

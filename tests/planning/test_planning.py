@@ -167,46 +167,43 @@ def test_others_add_strategies_and_are_checked(monkeypatch: pytest.MonkeyPatch) 
         register_strategy("dp_balanced", one_each)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lengths": [3, -1]}, r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
-        ({"ranks": 2.0}, r"ranks must be an integer: expected >= 1, found 2.0"),
-        ({"ranks": "2"}, r"ranks must be an integer: expected >= 1, found '2'"),
-        ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
-        ({"capacity": -8}, r"capacity must be an integer: expected 1 to \d+, found -8"),
-        ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of must be an integer: expected >= 1, found 0"),
-        ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),
-        ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),
-        ({"lengths": [3, 9, 8, 10]}, r"does not fit into a microbatch \(sequence 1 and 1 more\): expected at most the "
-         r"capacity of 8 tokens, found 9\. Raise the capacity"),
-        ({"lengths": [7], "pad_to_multiple_of": 5}, r"at most the capacity of 5 tokens at pad_to_multiple_of=5, found 7"),
-        ({"lengths": [1], "pad_to_multiple_of": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at pad_to_multiple_of=9, found 1"),
-        ({"oversize": "cut"}, r"no such oversize: expected 'error' or 'truncate' or 'drop', found 'cut'"),
-        ({"sync": "never"}, r"no such sync: expected 'microbatch' or 'step', found 'never'"),
-        ({"strategy": "best"}, r"no such strategy: expected .*'balanced'.*, found 'best'"),
-        ({"strategy": None}, r"no such strategy: expected .*, found None"),
-        ({"context_parallel": 3}, r"context_parallel must divide the ranks: expected a divisor of 2, found 3"),
-        ({"context_parallel": "all"}, r"no such context_parallel: expected 'auto' or a degree, found 'all'"),
-        ({"context_parallel": "auto", "strategy": "next_fit"}, r"'next_fit' gives every sequence one degree"),
-        ({"context_parallel": "auto", "ranks": 10, "min_context_parallel": 4}, r"min_context_parallel must be a power of "
-         r"two that divides the ranks, or all of them: expected 1 or 2 or 10, found 4"),
-        ({"min_context_parallel": 2}, r"context_parallel is below min_context_parallel: expected at least 2, found 1"),
-        ({"min_context_parallel": 0}, r"min_context_parallel must be an integer: expected >= 1, found 0"),
-        ({"cost": lambda length: length * -1.0}, r"a cost must be a finite number \(sequence 0 of length 3\): expected "
-         r">= 0, found -3.0"),
-        ({"cost": lambda length: length * np.nan}, r"a cost must be a finite number \(sequence 0 of length 3\)"),
-        ({"cost": lambda length: 1.0}, r"must return one number a sequence: expected shape \[2\], found shape \[\]"),
-        ({"cost": lambda length: length.astype(str)}, r"the cost model must return numbers: found dtype"),
-        ({"keep_together": [0]}, r"keep_together must be one integer per sequence, or lists of ids: expected 2 integers"),
-        ({"keep_together": [0, 0]}, r"a group to keep together does not fit into a microbatch \(sequences 0, 1\): "
-         r"expected at most 8 slots, found 10"),
-        ({"keep_together": [[0, 0]]}, r"keep_together names a sequence twice \(group 0\): found 0"),
-        ({"keep_together": [[2]]}, r"keep_together names a sequence that is not there \(group 0\): found 2"),
-        ({"strategy": "preassigned"}, r'strategy "preassigned" needs an assignment'),
-        ({"assignment": [[0], [1]]}, r"given to a strategy that makes its own: .*found 'balanced'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"lengths": [3, -1]}, r"lengths must not be negative \(item 1\): expected >= 0, found -1"),
+    ({"ranks": 2.0}, r"ranks must be an integer: expected >= 1, found 2.0"),
+    ({"ranks": "2"}, r"ranks must be an integer: expected >= 1, found '2'"),
+    ({"ranks": True}, r"ranks must be an integer: expected >= 1, found True"),
+    ({"capacity": -8}, r"capacity must be an integer: expected 1 to \d+, found -8"),
+    ({"pad_to_multiple_of": 0}, r"pad_to_multiple_of must be an integer: expected >= 1, found 0"),
+    ({"max_sequences": 0}, r"max_sequences must be an integer: expected >= 1, found 0"),
+    ({"microbatch_multiple": 0}, r"microbatch_multiple must be an integer: expected >= 1, found 0"),
+    ({"lengths": [3, 9, 8, 10]}, r"does not fit into a microbatch \(sequence 1 and 1 more\): expected at most the "
+     r"capacity of 8 tokens, found 9\. Raise the capacity"),
+    ({"lengths": [7], "pad_to_multiple_of": 5}, r"at most the capacity of 5 tokens at pad_to_multiple_of=5, found 7"),
+    ({"lengths": [1], "pad_to_multiple_of": 9, "oversize": "drop"}, r"at most the capacity of 0 tokens at pad_to_multiple_of=9, found 1"),
+    ({"oversize": "cut"}, r"no such oversize: expected 'error' or 'truncate' or 'drop', found 'cut'"),
+    ({"sync": "never"}, r"no such sync: expected 'microbatch' or 'step', found 'never'"),
+    ({"strategy": "best"}, r"no such strategy: expected .*'balanced'.*, found 'best'"),
+    ({"strategy": None}, r"no such strategy: expected .*, found None"),
+    ({"context_parallel": 3}, r"context_parallel must divide the ranks: expected a divisor of 2, found 3"),
+    ({"context_parallel": "all"}, r"no such context_parallel: expected 'auto' or a degree, found 'all'"),
+    ({"context_parallel": "auto", "strategy": "next_fit"}, r"'next_fit' gives every sequence one degree"),
+    ({"context_parallel": "auto", "ranks": 10, "min_context_parallel": 4}, r"min_context_parallel must be a power of "
+     r"two that divides the ranks, or all of them: expected 1 or 2 or 10, found 4"),
+    ({"min_context_parallel": 2}, r"context_parallel is below min_context_parallel: expected at least 2, found 1"),
+    ({"min_context_parallel": 0}, r"min_context_parallel must be an integer: expected >= 1, found 0"),
+    ({"cost": lambda length: length * -1.0}, r"a cost must be a finite number \(sequence 0 of length 3\): expected "
+     r">= 0, found -3.0"),
+    ({"cost": lambda length: length * np.nan}, r"a cost must be a finite number \(sequence 0 of length 3\)"),
+    ({"cost": lambda length: 1.0}, r"must return one number a sequence: expected shape \[2\], found shape \[\]"),
+    ({"cost": lambda length: length.astype(str)}, r"the cost model must return numbers: found dtype"),
+    ({"keep_together": [0]}, r"keep_together must be one integer per sequence, or lists of ids: expected 2 integers"),
+    ({"keep_together": [0, 0]}, r"a group to keep together does not fit into a microbatch \(sequences 0, 1\): "
+     r"expected at most 8 slots, found 10"),
+    ({"keep_together": [[0, 0]]}, r"keep_together names a sequence twice \(group 0\): found 0"),
+    ({"keep_together": [[2]]}, r"keep_together names a sequence that is not there \(group 0\): found 2"),
+    ({"strategy": "preassigned"}, r'strategy "preassigned" needs an assignment'),
+    ({"assignment": [[0], [1]]}, r"given to a strategy that makes its own: .*found 'balanced'"),
+])  # fmt: skip
 def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
     good = {"lengths": [3, 7], "ranks": 2, "capacity": 8}
     with pytest.raises(ullage.InputError, match=message):

@@ -170,20 +170,10 @@ def faults(rank, world):
         with context_parallel(axis):
             plain(**shard_batch(batch, axis))  # no name keeps the row
 
-    def cut_before():
-        rows = [shard_batch(batch, axis)]
-        with context_parallel(axis):
-            plain(**rows.pop())
-
     def second_of_two():
         with context_parallel(axis):
             model(**shard_batch(batch, axis))
         at_once()
-
-    def inner_of_two():
-        with context_parallel(axis):
-            model(**shard_batch(batch, axis))
-            at_once()
 
     def own_error():
         with context_parallel(axis):
@@ -214,9 +204,7 @@ def faults(rank, world):
         "no context": raised(model, **shard_batch(batch, axis)),
         "sdpa": raised(forward, shard_batch(batch, axis), build("llama", "sdpa")),
         "sdpa at once": raised(at_once),
-        "sdpa, cut before": raised(cut_before),
         "sdpa, second of two": raised(second_of_two),
-        "sdpa, inner of two": raised(inner_of_two),
         "own error": raised(own_error),
         "quiet": raised(quiet),
         "recurrent": raised(forward, shard_batch(batch, axis), recurrent),
