@@ -102,9 +102,3 @@ def test_what_accelerate_leaves_is_said(tmp_path):
     assert any("optimizer.bin is not read" in note for note in checkpoint.read(place).notes)
     with pytest.raises(CheckpointError, match="Give a folder in it that is one: pytorch_model_fsdp_0"):
         checkpoint.read(tmp_path)
-
-
-def test_ranks_without_shards_name_the_formats_of_ranks(trained, run, tmp_path):
-    done = run("convert", trained, tmp_path / "out", "--ranks", 8)
-    assert done[0] == 1
-    assert "Shards are --to zero1 or zero2 or zero3" in " ".join(done[2].split())

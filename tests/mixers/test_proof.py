@@ -83,33 +83,25 @@ def proved(model, samples, way=None, **options):
         take_out(model)
 
 
+T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+MIXTRAL = {**SIZES, "num_key_value_heads": 4, "num_local_experts": 4}
+BY_SEQUENCE = [{"input_ids": each, "labels": int(each[0]) % 3} for each in ids()]
+PAIRS = [{"input_ids": each, "labels": each[: 2 + place]} for place, each in enumerate(ids())]
 MODELS = {
-    "decoder": lambda: (llama(attention_dropout=0.5), causal()),
-    "bfloat16": lambda: (llama().bfloat16(), causal()),
-    "float64": lambda: (llama().double(), causal()),
-    "encoder with a head by sequence": lambda: (
-        hf.BertForSequenceClassification(hf.BertConfig(**SIZES, num_labels=3)),
-        [{"input_ids": each, "labels": int(each[0]) % 3} for each in ids()],
-    ),
-    "encoder-decoder": lambda: (
-        hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
-        ),
-        [{"input_ids": each, "labels": each[: 2 + place]} for place, each in enumerate(ids())],
-    ),
-    "experts": lambda: (
-        hf.MixtralForCausalLM(
-            hf.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4, output_router_logits=True)
-        ),
-        causal(),
-    ),
+    "decoder": (lambda: llama(attention_dropout=0.5), causal()),
+    "bfloat16": (lambda: llama().bfloat16(), causal()),
+    "float64": (lambda: llama().double(), causal()),
+    "head by sequence": (lambda: hf.BertForSequenceClassification(hf.BertConfig(**SIZES, num_labels=3)), BY_SEQUENCE),
+    "encoder-decoder": (lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)), PAIRS),
+    "experts": (lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**MIXTRAL, output_router_logits=True)), causal()),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_keep_sequences_apart_are_proved(name):
     torch.manual_seed(0)
-    model, samples = MODELS[name]()
+    make, samples = MODELS[name]
+    model = make()
     found = proved(model, samples)
     assert found.passed, found.problem()
     assert {each.kind for each in found.differences} == {"outputs", "gradients", "loss"}
@@ -160,7 +152,7 @@ def one_token(module, hidden):
 def test_a_token_that_rounding_sends_to_another_expert_is_no_leak_below_float32():
     def experts(change, dtype):
         torch.manual_seed(0)
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)).to(dtype)
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**MIXTRAL)).to(dtype)
         layer = model.model.layers[1]
         layer.mlp = Within(layer.mlp, change)
         return model

@@ -155,13 +155,3 @@ def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
                 assert torch.allclose(state, torch.cat([one[CACHE].layers[number][part] for one in alone]), atol=1e-5)
     finally:
         del CELLS["leaky"]
-
-
-def test_a_cell_without_a_step_says_so() -> None:
-    class Empty(Cell):
-        pass
-
-    from ullage.models.schedule import Schedule
-
-    with pytest.raises(NotImplementedError, match=r"Empty needs a step\(\) or a forward\(\)"):
-        Empty(2, 2)(torch.zeros(2, 2), Schedule.dense(1, 2, 2, "packed"))

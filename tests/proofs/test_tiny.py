@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from maintenance.tiny import KINDS, MISSING, MOST_PARAMETERS, CannotBuild, model_types, tiny_config, tiny_model
-from ullage.core.errors import InputError
+from maintenance.tiny import KINDS, MISSING, MOST_PARAMETERS, CannotBuild, model_types, tiny_model
 
 FAMILIES = [("llama", "causal"), ("qwen3_next", "causal"), ("bert", "masked"), ("t5", "seq2seq")]
 
@@ -49,26 +48,3 @@ def test_all_types_but_a_few_can_be_built() -> None:
     # These have an image encoder of the package timm, or need scipy.
     optional = {("image", name) for name in ("fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm")}
     assert refused - optional - {("causal", "gemma3n")} == set(MISSING)
-
-
-@pytest.mark.parametrize(("model_type", "entry", "kinds"), [
-    ("qwen3_next", "layer_types", ["linear_attention", "full_attention"]),
-    ("gemma3_text", "layer_types", ["sliding_attention", "full_attention"]),
-    ("nemotron_h", "layers_block_type", ["linear_attention", "moe", "full_attention", "mlp"]),
-    ("deepseek_v32", "mlp_layer_types", ["dense", "sparse"]),
-])  # fmt: skip
-def test_a_hybrid_keeps_one_layer_of_each_kind(model_type: str, entry: str, kinds: list[str]) -> None:
-    config = tiny_config(model_type)
-    assert getattr(config, entry) == kinds
-    assert config.num_hidden_layers == len(kinds)
-
-
-def test_unknown_types_and_kinds_are_refused_by_name() -> None:
-    with pytest.raises(
-        InputError, match="no such kind of model: expected 'causal' or 'masked' or 'seq2seq' or 'image', found 'x'"
-    ):
-        model_types("x")
-    with pytest.raises(InputError, match="no such text model type in the installed transformers: found 'lama'"):
-        tiny_config("lama")
-    with pytest.raises(InputError, match="no such masked model type in the installed transformers: found 'llama'"):
-        tiny_model("llama", "masked")

@@ -92,20 +92,6 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
             assert abs(hatched * drawn.shard_size / 100 - padding[rank]) < 0.01
 
 
-def test_every_parameter_has_a_number_and_as_many_look_alike_as_the_page_says() -> None:
-    few, many = draw(group([9] * 24, 2)), draw(group([9] * 70, 2))
-    colours = [style for style, _ in few.legend[:-1]]
-    assert len(set(colours)) == 24
-    assert many.legend == few.legend
-    assert [name.split()[0] for _, name in few.legend[:-1]] == [str(i) for i in range(24)]
-    assert (few.unnamed, many.unnamed) == (0, 46)
-    assert "The colours begin again for 46 more" in page(group([9] * 70, 2))
-    # A block that is too narrow for its name shows the number that the legend has.
-    row = few.shards[0]
-    assert [box.text for box in row.boxes] == [str(i) for i in range(12)]
-    assert row.boxes[7].title.startswith("7 layers.7.weight: 9 elements")
-
-
 def test_tensors_are_listed_with_their_states() -> None:
     text = page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(41))))
     assert '<details class="fold"><summary>41 names</summary>' in text

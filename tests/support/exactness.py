@@ -36,56 +36,34 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "nu
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _recurrent(cell):
-    return lambda: RecurrentForCausalLM(RecurrentConfig(cell=cell, hidden_size=16, **IDS))
-
-
-def _t5():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(dropout_rate=0.0, decoder_start_token_id=START, pad_token_id=0, **sizes)
-    )
-
-
-def _bart():
-    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-    sizes = {"d_model": 16, "vocab_size": VOCAB, "max_position_embeddings": 64, "decoder_start_token_id": START}
-    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in _SIDE.items()}
-    return hf.BartForConditionalGeneration(hf.BartConfig(pad_token_id=0, **quiet, **sizes, **sides))
-
-
-_SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
 #: The id that every target begins with on its way into a decoder.
 START = 1
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB, "dropout_rate": 0.0}
+BART = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0) | {
+    "d_model": 16, "vocab_size": VOCAB, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+}  # fmt: skip
+TARGETS = {"decoder_start_token_id": START, "pad_token_id": 0}
+CLASSED = {"num_labels": CLASSES, **QUIET, **SIZES}
+PAIRS = {"cell": "gru", "attention": "dot", "hidden_size": 16, **IDS}
 
 
-def _pairs():
-    special = {"pad_token_id": 0, "bos_token_id": START, "eos_token_id": 2}
-    return RecurrentEncoderDecoder(
-        RecurrentEncoderDecoderConfig(cell="gru", attention="dot", vocab_size=VOCAB, hidden_size=16, **special)
-    )
+def _recurrent(cell, kind=RecurrentForCausalLM, **options):
+    return kind(RecurrentConfig(cell=cell, hidden_size=16, **IDS, **options))
 
 
 #: By family: the model, and what its labels are compared with.
 FAMILIES = {
     "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), "next token"),
-    "mingru": (_recurrent("mingru"), "next token"),
-    "lstm": (_recurrent("lstm"), "next token"),
+    "mingru": (lambda: _recurrent("mingru"), "next token"),
+    "lstm": (lambda: _recurrent("lstm"), "next token"),
     "bert masked": (lambda: hf.BertForMaskedLM(hf.BertConfig(**QUIET, **SIZES)), "token"),
-    "bert tags": (lambda: hf.BertForTokenClassification(hf.BertConfig(num_labels=CLASSES, **QUIET, **SIZES)), "token"),
-    "bert classes": (
-        lambda: hf.BertForSequenceClassification(hf.BertConfig(num_labels=CLASSES, **QUIET, **SIZES)),
-        "sequence",
-    ),
-    "gru classes": (
-        lambda: RecurrentForSequenceClassification(
-            RecurrentConfig(cell="gru", hidden_size=16, num_labels=CLASSES, **IDS)
-        ),
-        "sequence",
-    ),
-    "t5": (_t5, "target"),
-    "bart": (_bart, "target"),
-    "gru pairs": (_pairs, "target"),
+    "bert tags": (lambda: hf.BertForTokenClassification(hf.BertConfig(**CLASSED)), "token"),
+    "bert classes": (lambda: hf.BertForSequenceClassification(hf.BertConfig(**CLASSED)), "sequence"),
+    "gru classes": (lambda: _recurrent("gru", RecurrentForSequenceClassification, num_labels=CLASSES), "sequence"),
+    "t5": (lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, **TARGETS)), "target"),
+    "bart": (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART, **TARGETS)), "target"),
+    "gru pairs": (lambda: RecurrentEncoderDecoder(RecurrentEncoderDecoderConfig(**PAIRS)), "target"),
 }
 WEIGHTINGS = ("token", "sequence", "weight")
 STRATEGIES = ("balanced", "next_fit", "preassigned")
