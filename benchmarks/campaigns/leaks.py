@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import platform
+import random
 import sys
 import tempfile
 import time
@@ -83,6 +84,49 @@ def samples_of(model: Any, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str,
 
 
 # Leaks.
+
+#: Class names that both the leaking and the exact parts wear.
+CLOTHES = (
+    "LoraLinear", "TokenMLP", "RMSNorm", "ScaledWordEmbedding", "GatedUnit", "Adapter", "LayerScale", "CanonBlock",
+)  # fmt: skip
+PLACES = ("embedding", "layer", "before the head", "head", "loss")
+MODES = ("always", "always", "always", "training", "evaluation")
+THROUGH = ("both", "both", "both", "forward", "backward")
+
+
+def drawn_leak(seed: int) -> planted.Leak:
+    """A leak by its seed; combinations that would be no leak in training are drawn again."""
+    drawn = random.Random(f"leak {seed}")
+    while True:
+        leak = planted.Leak(
+            drawn.choice(list(planted.KINDS)), drawn.choice(list(planted.BASES)), drawn.choice(PLACES),
+            drawn.choice((1, 1, 1, 2, 20)), drawn.choice((0, 0, 0, 6, 16, 24, 40)), drawn.choice(MODES),
+            drawn.choice(THROUGH), drawn.choice(CLOTHES), seed,
+        )  # fmt: skip
+        if can_be_seen(leak):
+            return leak
+
+
+def can_be_seen(leak: planted.Leak) -> bool:
+    """Whether this composition can be seen at all."""
+    if leak.kind == "batch norm" and leak.when == "evaluation":
+        return False  # running statistics keep to the token
+    if leak.through == "backward" and (leak.when == "evaluation" or leak.kind == "batch norm"):
+        return False
+    if leak.kind == "convolution" and leak.beyond >= leak.distance:
+        return False  # what it sees lies in the same sequence
+    if leak.kind == "last sees first" and leak.beyond:
+        return False  # the last sequence may be short
+    return not (leak.place == "loss" and (leak.through == "backward" or leak.kind == "batch norm"))
+
+
+def drawn_exact(seed: int) -> planted.ExactModel:
+    """An exact model by its seed, with one to three parts of its own."""
+    drawn = random.Random(f"exact {seed}")
+    places = drawn.sample(PLACES[:-1], drawn.choice((1, 2, 3)))
+    parts = tuple((place, drawn.choice(list(planted.EXACT)), drawn.choice(CLOTHES)) for place in places)
+    base = drawn.choice(list(planted.BASES))
+    return planted.ExactModel(base, parts, base in ("llama", "gpt2", "bert") and drawn.random() < 0.3, seed)
 
 
 def natively(model: Any) -> Any:
@@ -189,7 +233,7 @@ def _off(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> float:
 
 def judged(numbers: range, *, with_trainer: bool) -> dict[str, Any]:
     """Leaks of some seeds, and how many were found by whom."""
-    each = [judge(planted.Leak.draw(seed), with_trainer=with_trainer) for seed in numbers]
+    each = [judge(drawn_leak(seed), with_trainer=with_trainer) for seed in numbers]
     counted = {
         "leaks": len(each),
         "found by the audit": sum(leak["audit"] in ("leak", "differs") for leak in each),
@@ -282,7 +326,7 @@ def alarms(models: Iterator[tuple[str, Callable[[], Any]]], *, audited: bool = F
 def exact_models(number: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Exact models in the clothes of the leaking ones."""
     for seed in range(number):
-        drawn = planted.ExactModel.draw(seed)
+        drawn = drawn_exact(seed)
         yield str(drawn), lambda drawn=drawn: planted.make_exact(drawn)
 
 

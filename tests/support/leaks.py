@@ -1,13 +1,12 @@
-"""Tiny models whose packed sequences see each other in a way drawn by a seed, and others in like clothes that are exact.
+"""Tiny models whose packed sequences see each other in a way that is composed, and others in like clothes that are exact.
 
-``Leak.draw(seed)`` composes a leak of a kind, a place, a distance, a mode and a direction; ``make(leak)`` plants it in a
-tiny model. ``exact_model(seed)`` builds a model of the same parts, each of which keeps to its token or its sequence. Both
-kinds wear the same class names, so that no name tells which is which.
+A :class:`Leak` has a kind, a place, a distance, a mode and a direction; ``make(leak)`` plants it in a tiny model.
+``make_exact`` builds a model of the same parts, each of which keeps to its token or its sequence. Both kinds wear the same
+class names, so that no name tells which is which. ``benchmarks/campaigns/leaks.py`` draws them by seed.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -27,10 +26,6 @@ SIZES = {
     "num_attention_heads": 2,
     "initializer_range": 0.2,
 }
-#: Class names that both the leaking and the exact parts wear.
-CLOTHES = (
-    "LoraLinear", "TokenMLP", "RMSNorm", "ScaledWordEmbedding", "GatedUnit", "Adapter", "LayerScale", "CanonBlock",
-)  # fmt: skip
 
 
 class Bounds:
@@ -83,9 +78,6 @@ KINDS: dict[str, Effect] = {
 }
 #: Kinds that change the numbers without any token seeing another's.
 BY_NUMBER = ("place", "count")
-PLACES = ("embedding", "layer", "before the head", "head", "loss")
-MODES = ("always", "always", "always", "training", "evaluation")
-THROUGH = ("both", "both", "both", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -101,32 +93,6 @@ class Leak:
     through: str = "both"  # directions, or "forward" with nothing in the backward, or "backward" alone
     clothes: str = "Adapter"  # the name of the class
     seed: int = 0
-
-    @classmethod
-    def draw(cls, seed: int) -> Leak:
-        """A leak by its seed; combinations that would be no leak in training are drawn again."""
-        drawn = random.Random(f"leak {seed}")
-        while True:
-            leak = cls(
-                drawn.choice(list(KINDS)), drawn.choice(list(BASES)), drawn.choice(PLACES),
-                drawn.choice((1, 1, 1, 2, 20)), drawn.choice((0, 0, 0, 6, 16, 24, 40)), drawn.choice(MODES),
-                drawn.choice(THROUGH), drawn.choice(CLOTHES), seed,
-            )  # fmt: skip
-            if leak.is_one:
-                return leak
-
-    @property
-    def is_one(self) -> bool:
-        """Whether this composition can be seen at all."""
-        if self.kind == "batch norm" and self.when == "evaluation":
-            return False  # running statistics keep to the token
-        if self.through == "backward" and (self.when == "evaluation" or self.kind == "batch norm"):
-            return False
-        if self.kind == "convolution" and self.beyond >= self.distance:
-            return False  # what it sees lies in the same sequence
-        if self.kind == "last sees first" and self.beyond:
-            return False  # the last sequence may be short
-        return not (self.place == "loss" and (self.through == "backward" or self.kind == "batch norm"))
 
     def __str__(self) -> str:
         facts = asdict(self)
@@ -370,7 +336,6 @@ EXACT: dict[str, Callable[[Exact, Tensor, Bounds], Tensor]] = {
     "detached gate": lambda part, x, bounds: torch.sigmoid(x.detach()) * x,
     "clipped by token": lambda part, x, bounds: part.second(_Clipped.apply(part.first(x))),  # pyright: ignore
 }
-PARTS_OF_EXACT = ("embedding", "layer", "before the head", "head")
 
 
 @dataclass(frozen=True)
@@ -381,15 +346,6 @@ class ExactModel:
     parts: tuple[tuple[str, str, str], ...]
     lora: bool
     seed: int
-
-    @classmethod
-    def draw(cls, seed: int) -> ExactModel:
-        """An exact model by its seed, with one to three parts of its own."""
-        drawn = random.Random(f"exact {seed}")
-        places = drawn.sample(PARTS_OF_EXACT, drawn.choice((1, 2, 3)))
-        parts = tuple((place, drawn.choice(list(EXACT)), drawn.choice(CLOTHES)) for place in places)
-        base = drawn.choice(list(BASES))
-        return cls(base, parts, base in ("llama", "gpt2", "bert") and drawn.random() < 0.3, seed)
 
     def __str__(self) -> str:
         told = ", ".join(f"{what} at {place}" for place, what, _ in self.parts)
