@@ -31,20 +31,6 @@ def test_a_process_sees_its_own_arguments_folder_and_variables(script, tmp_path,
     assert done.stdout == f"__main__ {path} ['{path}', 'a b'] {tmp_path} yes typed\n"
 
 
-def test_nothing_of_a_process_is_left_for_the_next(script):
-    path = script(
-        "import random, sys, numpy, torch, torch.distributed as dist\n"
-        "print(hasattr(torch, 'left'), dist.is_initialized(), 'tests.support.packing_script' in sys.modules)\n"
-        "torch.left = True\nimport tests.support.packing_script\n"
-        "print(torch.initial_seed(), random.random(), numpy.random.rand())"
-    )
-    first, second = (forked.run([*PYTHON, path]).stdout.split() for _ in range(2))
-    assert first[:3] == second[:3] == ["False"] * 3
-    assert first[3] == second[3]  # torch's is one number
-    assert first[4] != second[4]
-    assert first[5] != second[5]
-
-
 @pytest.mark.parametrize(("text", "status"), [
     ("raise ValueError", 1),
     ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),

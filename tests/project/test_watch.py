@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import zipfile
 
 import pytest
 
@@ -91,17 +90,6 @@ def test_every_change_is_found_and_said_by_name(framework, capsys):
         assert said in out
     assert watch.main([place, "--update"], expected) == 0
     assert watch.main([place], expected) == 0
-
-
-def test_a_wheel_is_read(framework, tmp_path, capsys):
-    file, expected, _ = framework
-    wheel = tmp_path / "made_up-2.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
-        made.write(file, "made_up-2.0.data/purelib/made_up/packing.py")
-        made.writestr("made_up-2.0.dist-info/METADATA", "Name: made-up\nRequires-Dist: torch>=2.8\nRequires-Dist: numpy>=2\n"
-                      "Requires-Dist: trl; extra == 'all'\nRequires-Python: >=3.10\n\nRequires-Dist: peft\n")  # fmt: skip
-    assert watch.main([f"MADE={wheel}"], expected) == 0
-    assert "made 2.0: nothing has changed" in capsys.readouterr().out
 
 
 def test_the_expectations_are_dated_and_whole():

@@ -65,26 +65,6 @@ def test_large_plans_make_pages_of_bounded_size(n, ranks, limit):
     assert f'aria-label="rank {busiest}: ' in page
 
 
-@pytest.mark.parametrize("ranks", [2, 32])
-def test_microbatches_are_parted_and_the_axes_have_numbers(ranks):
-    plan = planned("megatron", 40 * ranks, ranks)
-    times, page = timeline(plan), plan_page(plan)
-    for name, expected in (
-        ("time", times.meetings[:-1] / times.end),
-        ("memory", np.arange(1, plan.num_microbatches) / plan.num_microbatches),
-    ):
-        symbol = page.split(f'id="cuts-{name}"')[1].split("</symbol>")[0]
-        drawn = [float(x) for x in re.findall(r'class="line" x1="([\d.]+)%"', symbol)]
-        assert drawn == pytest.approx(100 * expected, abs=0.001)
-        assert page.count(f'<use href="#cuts-{name}"/>') == ranks
-    under = re.findall(r'class="axis middle under">(.*?)</div>', page)[0]
-    ticks = [(float(x), float(t)) for x, t in re.findall(r'left: ([\d.]+)%">([\d.]+)<', under)]
-    assert len(ticks) >= 3
-    assert ticks[0] == (0.0, 0.0)
-    for place, time in ticks:
-        assert place == pytest.approx(100 * time * times.ideal / times.end, abs=0.01)
-
-
 def test_the_reference_stands_beside_on_the_same_axis():
     plan, other = planned("chat", 300, 6), planned("chat", 300, 6, strategy="next_fit")
     bars = bars_of(plan_page(plan, reference=other))
