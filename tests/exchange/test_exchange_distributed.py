@@ -21,26 +21,25 @@ def test_ranks_that_share_a_bin_all_get_it():
     assert sorted(ids[0] + ids[2]) == list(range(30))
 
 
-def test_steps_that_grow_and_shrink_are_materialized_alike():
-    assert values(run(cases.steps_that_grow_and_shrink, 3)) == [True] * 3
-
-
-def test_shared_microbatches_are_the_source_s():
-    assert values(run(cases.share_cases, 3)) == [True] * 3
-
-
 @pytest.fixture(scope="module")
-def failures():
-    return values(run(cases.failures_of_steps, 3))
+def ranks():
+    return values(run(cases.steps, 3))
+
+
+@pytest.fixture
+def failures(ranks):
+    return [rank["failures_of_steps"] for rank in ranks]
+
+
+def test_steps_that_grow_and_shrink_are_materialized_alike_and_shared_microbatches_are_the_source_s(ranks):
+    assert [rank["steps_that_grow_and_shrink"] for rank in ranks] == [True] * 3
+    assert [rank["share_cases"] for rank in ranks] == [True] * 3
+    assert [rank["failures_of_steps"]["nothing"] for rank in ranks] == [None] * 3
 
 
 def everyone(failures, name):
     assert None not in [raised[name] for raised in failures], failures
     return [raised[name] for raised in failures]
-
-
-def test_nothing_is_raised_without_a_fault(failures):
-    assert [raised["nothing"] for raised in failures] == [None] * 3
 
 
 @pytest.mark.parametrize(("name", "field", "found"), [
@@ -79,10 +78,8 @@ def test_one_rank_at_fault_raises_its_error_there_and_tells_the_others(failures,
     assert all("rank 2" in line for line in lines[:2])
 
 
-def test_ranks_of_other_dtypes_get_the_promoted_one_and_batches_travel_like_samples(failures):
+def test_ranks_of_other_dtypes_get_the_promoted_one_and_different_plans_raise_everywhere(failures):
+    """Batches travel like samples."""
     assert everyone(failures, "dtype") == ["w torch.float32, x torch.int64"] * 3
-
-
-def test_different_plans_raise_everywhere(failures):
     assert len(set(everyone(failures, "another plan"))) == 1
     assert "different plans" in failures[0]["another plan"]

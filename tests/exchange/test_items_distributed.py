@@ -8,22 +8,24 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
-def test_exchange_is_materialize_for_ranks_with_images_beside_ranks_with_text_alone():
-    assert min(values(run(cases.text_and_pictures, 3))) > 3  # or nothing was compared
+@pytest.fixture(scope="module")
+def ranks():
+    return values(run(cases.everything, 3))
 
 
-def test_shared_microbatches_are_the_source_s_whichever_of_them_have_images():
-    assert values(run(cases.shared_pictures, 3)) == [True] * 3
+def test_exchange_is_materialize_and_shared_microbatches_are_the_source_s_whichever_have_images(ranks):
+    assert min(rank["text_and_pictures"] for rank in ranks) > 3  # or nothing was compared
+    assert [rank["shared_pictures"] for rank in ranks] == [True] * 3
 
 
-def test_an_iterator_gives_each_sample_its_images_to_the_end_of_ranks_that_end_unequally_and_resumed():
-    for seen in values(run(cases.iterated, 3, [1, 2, 99])):
+def test_an_iterator_gives_each_sample_its_images_to_the_end_of_ranks_that_end_unequally_and_resumed(ranks):
+    for seen in (rank["iterated"] for rank in ranks):
         assert [len(step) for step in seen] == [6, 6, 6, 5]
         assert sorted(cases.flat(seen)) == list(range(23))
 
 
-def test_what_cannot_be_carried_whole_is_an_error_on_every_rank_that_names_the_one_at_fault():
-    found = values(run(cases.refusals, 3))
+def test_what_cannot_be_carried_whole_is_an_error_on_every_rank_that_names_the_one_at_fault(ranks):
+    found = [rank["refusals"] for rank in ranks]
     words = {
         "cut": ["rank 1, sample 1", "cannot be truncated", "at most 20 tokens", "oversize='drop'"],
         "dims of a sample": ["rank 1, sample 2", "'pixel_values'", "shape [4]"],
@@ -38,7 +40,4 @@ def test_what_cannot_be_carried_whole_is_an_error_on_every_rank_that_names_the_o
     assert sorted(cases.flat(raised["cut text"] for raised in found)) == everybody
     assert sorted(cases.flat(raised["dropped"] for raised in found)) == [i for i in everybody if i != 11]
 
-
-def test_context_parallel_refuses_to_cut_images_apart():
-    for error in values(run(cases.cut_for_context, 2)):
-        assert "a batch with items cannot be cut for context parallel" in error
+    assert all("a batch with items cannot be cut for context parallel" in rank["cut_for_context"] for rank in ranks)

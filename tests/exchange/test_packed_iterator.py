@@ -20,13 +20,18 @@ def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world):
             assert all(part == want for part in steps.values()), steps
 
 
-def test_readers_that_end_early_are_passed_over_and_steps_stay_full():
-    sizes = [10, 0, 3]
-    seen = values(run(cases.ends_unequally, 3, sizes))
-    for by_source in seen:
-        for steps in by_source:
-            assert [len(step) for step in steps] == [5, 5, 3]
-            assert sorted(cases.flat(steps)) == list(range(13))
+SIZES = [10, 0, 3]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return values(run(cases.iterators, 3, SIZES))
+
+
+def test_readers_that_end_early_are_passed_over_and_steps_stay_full(ranks):
+    for steps in (steps for rank in ranks for steps in rank["ends_unequally"]):
+        assert [len(step) for step in steps] == [5, 5, 3]
+        assert sorted(cases.flat(steps)) == list(range(sum(SIZES)))
 
 
 @pytest.mark.parametrize(("kind", "worlds"), [("shared", (3, 2)), ("own", (2, 4)), ("iterable", (3, 3))])
@@ -82,9 +87,9 @@ def test_iterables_of_ranks_own_at_another_dp_are_an_error_everywhere():
         assert "whose 2 shards are what the ranks had, in their order, with shared=True" in outcome["error"]
 
 
-@pytest.fixture(scope="module")
-def failures():
-    return values(run(cases.failures_of_iterator, 3))
+@pytest.fixture
+def failures(ranks):
+    return [rank["failures_of_iterator"] for rank in ranks]
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -115,22 +120,19 @@ def test_nothing_is_raised_without_a_fault(failures):
         assert [raised[name] for raised in failures] == [f"{steps} steps"] * 3
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_closing_early_joins_and_lends_the_groups_again(prefetch):
-    seen = values(run(cases.closes_early, 3, prefetch))
-    assert seen[0] == seen[1] == seen[2]
-    assert seen[0].count("the iterator is closed") == 4
-    numbers = [x for x in seen[0] if isinstance(x, int)]
+def test_closing_early_joins_and_lends_the_groups_again(ranks):
     lengths = cases.lengths_of(cases.dataset(60))
     totals = [int(lengths[i : i + 6].sum()) for i in range(0, 18, 6)]
-    assert numbers == totals[:1] + totals[:2] + totals
+    for seen in zip(*(rank["closes_early"] for rank in ranks)):
+        assert seen[0] == seen[1] == seen[2]
+        assert seen[0].count("the iterator is closed") == 4
+        assert [x for x in seen[0] if isinstance(x, int)] == totals[:1] + totals[:2] + totals
 
 
-def test_two_iterators_do_not_disturb_each_other_or_the_main_thread():
-    sums = values(run(cases.two_at_once, 3))
+def test_two_iterators_do_not_disturb_each_other_or_the_main_thread(ranks):
     lengths = cases.lengths_of(cases.dataset(60))
     want = [[int(lengths[i : i + 6].sum()), int(lengths[::-1][i : i + 6].sum())] for i in range(0, 60, 6)]
-    assert sums == [want] * 3
+    assert [rank["two_at_once"] for rank in ranks] == [want] * 3
 
 
 GRIDS = [

@@ -10,10 +10,14 @@ from ullage.ranks.topology import require_axis
 
 
 @pytest.fixture(scope="module")
-def lines():
+def ranks():
+    return processes.values(processes.run(ranks_cases.blocks, 4))
+
+
+@pytest.fixture
+def lines(ranks):
     """What each of four ranks raised, by case and rank."""
-    told = processes.values(processes.run(ranks_cases.blocks, 4))
-    return {name: [each[name] for each in told] for name in told[0]}
+    return {name: [each["lines"][name] for each in ranks] for name in ranks[0]["lines"]}
 
 
 def others(lines, case, failed):
@@ -24,12 +28,8 @@ def others(lines, case, failed):
 
 
 @pytest.mark.distributed
-def test_a_block_in_which_nobody_fails_raises_nothing(lines):
-    assert lines["nobody"] == [None] * 4
-
-
-@pytest.mark.distributed
 def test_one_rank_fails_and_the_others_name_it_and_its_cause(lines):
+    assert lines["nobody"] == [None] * 4
     assert lines["one"][1] == "InputError: no such file"
     assert others(lines, "one", [1]) == (
         "DistributedError: another rank failed while reading (rank 1): found InputError: no such file. "
@@ -62,44 +62,29 @@ def test_every_kind_of_error_is_told(lines, case, own, quoted):
 
 
 @pytest.mark.distributed
-def test_blocks_within_blocks(lines):
+def test_blocks_within_blocks_and_an_error_in_a_header(lines):
     assert lines["nested"][1] == "ValueError: inside"
     assert "failed while the inner work (rank 1)" in others(lines, "nested", [1])
     assert lines["handled"] == [None] * 4
-
-
-@pytest.mark.distributed
-def test_an_error_travels_in_a_header(lines):
     assert lines["header"][1].startswith("ZeroDivisionError")
     assert "failed while counting (rank 1): found ZeroDivisionError" in others(lines, "header", [1])
 
 
 @pytest.mark.distributed
-def test_along_several_axes_the_sentence_names_the_rank_where_the_error_arose():
-    told = processes.values(processes.run(ranks_cases.axes, 4))
-    assert [line and line.split(":")[0] for line in (each["row"] for each in told)] == [
-        None,
-        None,
-        "DistributedError",
-        "ValueError",
-    ]
-    for each in told[:3]:
-        assert "another rank failed while the grid's work (rank 3): found ValueError: row" in each["grid"]
-    for each in told[:2]:
-        assert "another rank failed while the grid's work (rank 3): found ValueError: row" in each["both"]
-    assert "a row's work (rank 3)" in told[2]["both"]
-    assert {each[case] for case in ("row", "grid", "both") for each in told[3:]} == {"ValueError: row"}
+def test_along_several_axes_the_sentence_names_the_rank_where_the_error_arose(lines):
+    row = [line and line.split(":")[0] for line in lines["row"]]
+    assert row == [None, None, "DistributedError", "ValueError"]
+    failed = "another rank failed while the grid's work (rank 3): found ValueError: row"
+    assert all(failed in line for line in (*lines["grid"][:3], *lines["both"][:2]))
+    assert "a row's work (rank 3)" in lines["both"][2]
+    assert {lines[case][3] for case in ("row", "grid", "both")} == {"ValueError: row"}
 
 
 @pytest.mark.distributed
-def test_a_block_costs_one_collective_and_none_on_a_single_rank():
-    assert processes.values(processes.run(ranks_cases.meetings, 2)) == [[1, 0]] * 2
-
-
-@pytest.mark.distributed
-def test_a_failed_block_keeps_nothing_of_what_it_held():
-    """A cycle of error, traceback and frame would keep a step's tensors until the next collection."""
-    for alive in processes.values(processes.run(ranks_cases.kept, 4)):
+def test_a_block_costs_one_collective_and_keeps_nothing_of_what_it_held(ranks):
+    """None on a single rank. A cycle of error, traceback and frame would keep a step's tensors until a collection."""
+    assert [each["meetings"] for each in ranks] == [[1, 0]] * 4
+    for alive in (each["alive"] for each in ranks):
         assert len(alive) == 5
         assert not any(alive.values()), alive
 
@@ -122,14 +107,12 @@ def test_a_single_rank_raises_its_own_error_and_meets_nobody(ranks):
     with together(ranks, "reading"):
         pass
     agree(None, ranks, "reading")
+    if isinstance(ranks, Axis):
+        assert gather_agreed({"n": 1}, ranks, "counting") == [{"n": 1}]
+        with pytest.raises(ZeroDivisionError):
+            gather_agreed({"n": 1}, ranks, "counting", ZeroDivisionError())
     with pytest.raises(ValueError, match="own"):
         agree(own, ranks, "reading")
-
-
-def test_a_header_of_a_single_rank_is_its_own():
-    assert gather_agreed({"n": 1}, Axis("dp"), "counting") == [{"n": 1}]
-    with pytest.raises(ZeroDivisionError):
-        gather_agreed({"n": 1}, Axis("dp"), "counting", ZeroDivisionError())
 
 
 def test_what_was_tried_is_a_value_or_an_error_but_a_lost_peer_is_raised():

@@ -568,6 +568,18 @@ def dies(rank, world, folder, victim, step_of_death):
     return None, len(steps), 0.0
 
 
+def steps(rank, world):
+    """What a rank found in each case of the steps, all in one world."""
+    return {case.__name__: case(rank, world) for case in (failures_of_steps, share_cases, steps_that_grow_and_shrink)}
+
+
+def iterators(rank, world, sizes):
+    """Likewise of iterators."""
+    found = {case.__name__: case(rank, world) for case in (failures_of_iterator, two_at_once)}
+    found |= {"ends_unequally": ends_unequally(rank, world, sizes)}
+    return found | {"closes_early": [closes_early(rank, world, prefetch) for prefetch in (0, 3)]}
+
+
 def steps_that_grow_and_shrink(rank, world):
     """Memory is used again, and made anew where a step is larger; one step is without any sample."""
     topology = Topology.from_groups(dp=dist.new_group(list(range(world))))

@@ -180,3 +180,9 @@ def cut_for_context(rank, world):
         return f"{type(error).__name__}: {error}"
     finally:
         steps.close()
+
+
+def everything(rank, world):
+    """What a rank found in each case, all in one world."""
+    cases = (text_and_pictures, shared_pictures, refusals, cut_for_context)
+    return {case.__name__: case(rank, world) for case in cases} | {"iterated": iterated(rank, world, [1, 2, 99])}

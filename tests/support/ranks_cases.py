@@ -65,10 +65,11 @@ def blocks(rank, world):
             assert told(lambda: raising(ValueError("inside") if rank == 1 else None)) is not None
 
     lines["nested"], lines["handled"] = told(nested), told(handled)
+    lines |= axes(rank, world)
     lines["header"] = told(lambda: gather_agreed({"n": rank}, axis, "counting", tried(lambda: 1 // (rank - 1))[1]))
     assert [record["n"] for record in gather_agreed({"n": rank}, axis, "counting")] == list(range(world))
     assert gather_int64(np.array([rank]), axis).ravel().tolist() == list(range(world))  # and the group still works
-    return lines
+    return {"lines": lines, "meetings": meetings(), "alive": kept(rank, world)}
 
 
 def kept(rank, world):
@@ -118,7 +119,7 @@ def axes(rank, world):
     return lines
 
 
-def meetings(rank, world):
+def meetings():
     """Collectives of a block in which nothing fails, along one axis of ranks and along an axis of one."""
     calls = []
     original = wire._all_gather
