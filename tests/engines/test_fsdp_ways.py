@@ -73,14 +73,8 @@ def assert_same(ran, world, name, reference, steps=10):
         assert len(set(rank[name]["losses"])) == steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_train_as_a_plain_trainer(ran, kind):
-    assert_same(ran, 2, kind, ran[1][0][kind])
-    for rank in ran[2]:
-        assert rank[kind]["norms"] == pytest.approx(ran[1][0][kind]["norms"], rel=1e-5)
-
-
 @pytest.mark.parametrize(("world", "name", "plain"), [
+    *((2, kind, kind) for kind in KINDS),
     (2, "classes, tp", "sequence"),
     # From a plain Trainer's checkpoint: the losses before it are those of its state, five are computed here.
     (2, "continued", "llama"),
@@ -90,6 +84,9 @@ def test_two_processes_train_as_a_plain_trainer(ran, kind):
 ])  # fmt: skip
 def test_layouts_train_as_a_plain_trainer(ran, world, name, plain):
     assert_same(ran, world, name, ran[1][0][plain])
+    if name == plain:
+        for rank in ran[2]:
+            assert rank[name]["norms"] == pytest.approx(ran[1][0][name]["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize("run", ["two-lora", "four-tp"])

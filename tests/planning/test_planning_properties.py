@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -130,39 +127,14 @@ def test_few_sequences_keep_any_number_of_ranks_busy(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_five_hundred_few_sequences_keep_any_number_of_ranks_busy() -> None:
-    for seed in range(500):
-        check_degrees(2_000_000 + seed)
-
-
-@pytest.mark.slow
 def test_four_thousand_requests() -> None:
     for seed in range(4_000):
-        lengths, options = instance(1_000_000 + seed)
         try:
-            check_instance(lengths, options)
+            check_instance(*instance(1_000_000 + seed))
+            if seed < 500:
+                check_degrees(2_000_000 + seed)
         except Exception as error:
-            raise AssertionError(f"instance {1_000_000 + seed}: {options}") from error
-
-
-def digest_of_many(seeds: range) -> str:
-    digest = hashlib.sha256()
-    for seed in seeds:
-        lengths, options = instance(seed)
-        digest.update(ullage.plan(lengths, **options).digest.encode())
-    return digest.hexdigest()
-
-
-@pytest.mark.slow
-def test_another_process_makes_the_same_plans() -> None:
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:]; import tests.planning.test_planning_properties as t;"
-        "print(t.digest_of_many(range(200)))"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code, *sys.path[:3], "."], check=True, capture_output=True, text=True, timeout=300
-    )
-    assert other.stdout.strip() == digest_of_many(range(200))
+            raise AssertionError(f"seed {seed}") from error
 
 
 @settings(max_examples=100, deadline=None)
