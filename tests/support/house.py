@@ -29,15 +29,11 @@ def imports(tree: dict[str, str]) -> dict[str, set[str]]:
     an import of the module that the root takes it from. The root itself imports nothing here: it is only a face.
     """
     root = min(tree, key=len)
-    home = {
-        name: source
-        for _, source, name in _from_imports(tree[root])
-        if name is not None and f"{root}.{name}" not in tree
-    }
+    home = {name: source for source, name in _from_imports(tree[root]) if name and f"{root}.{name}" not in tree}
     found: dict[str, set[str]] = {}
     for module, text in tree.items():
         targets = set()
-        for _, source, name in _from_imports(text):
+        for source, name in _from_imports(text):
             inner = f"{source}.{name}"
             if name is not None and inner in tree:
                 targets.add(inner)
@@ -49,14 +45,14 @@ def imports(tree: dict[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def _from_imports(text: str) -> list[tuple[int, str, str | None]]:
-    """Line, module and name of each import; ``None`` for the module as a whole."""
-    found: list[tuple[int, str, str | None]] = []
+def _from_imports(text: str) -> list[tuple[str, str | None]]:
+    """Module and name of each import; ``None`` for the module as a whole."""
+    found: list[tuple[str, str | None]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            found += [(node.lineno, node.module, alias.name) for alias in node.names]
+            found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name, None) for alias in node.names]
+            found += [(alias.name, None) for alias in node.names]
     return found
 
 
@@ -82,7 +78,16 @@ def upward(tree: dict[str, str], order: list[str]) -> set[tuple[str, str]]:
 def circles(tree: dict[str, str]) -> set[frozenset[str]]:
     """The sets of modules that import each other, directly or through others."""
     graph = imports(tree)
-    reached = {module: _reached(graph, module) for module in graph}
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found: set[str] = set()
+        left = list(graph[start])
+        while left:
+            module = left.pop()
+            if module not in found:
+                found.add(module)
+                left += graph.get(module, ())
+        reached[start] = found
     return {
         frozenset(other for other in reached[module] if module in reached[other])
         for module in graph
@@ -90,33 +95,14 @@ def circles(tree: dict[str, str]) -> set[frozenset[str]]:
     }
 
 
-def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    reached: set[str] = set()
-    left = list(graph[start])
-    while left:
-        module = left.pop()
-        if module not in reached:
-            reached.add(module)
-            left += graph.get(module, ())
-    return reached
-
-
-def doubled_classes(tree: dict[str, str]) -> dict[str, list[str]]:
-    """The class names that several modules define, with these modules."""
+def doubled(tree: dict[str, str], *, functions: bool) -> dict[str, list[str]]:
+    """The names that several modules define, with these modules: of classes, or of public functions at the top."""
     found: dict[str, set[str]] = defaultdict(set)
     for module, text in tree.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].add(module)
-    return {name: sorted(modules) for name, modules in found.items() if len(modules) > 1}
-
-
-def doubled_functions(tree: dict[str, str]) -> dict[str, list[str]]:
-    """The names of public functions that several modules define at their top, with these modules."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for module, text in tree.items():
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        parsed = ast.parse(text)
+        for node in parsed.body if functions else ast.walk(parsed):
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if functions else ast.ClassDef
+            if isinstance(node, kinds) and not (functions and node.name.startswith("_")):
                 found[node.name].add(module)
     return {name: sorted(modules) for name, modules in found.items() if len(modules) > 1}
 
