@@ -1,9 +1,11 @@
 """Losses of one's own, drawn by a seed: what they are divided by, where they are computed, and what their class is called."""
 
+import json
+import os
 import random
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,8 @@ import transformers as hf
 from torch import nn
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ullage.training import RaggedCollator, Trainer, TrainingArguments
+from tests.support.small_runs import STEADY, losses, quiet
+from ullage.training import RaggedCollator, Trainer
 
 IGNORED = -100
 LABELS = 4
@@ -57,10 +60,7 @@ class Case:
             token = False
         if rule in (
             *EXACT[1:3],
-            "z-loss over all tokens",
-            "mean over padding too",
-            "value of all tokens",
-            "two tokens ahead",
+            *(rule for rule in OTHERS if "all tokens" in rule or "too" in rule or "ahead" in rule),
         ):
             token = True
         place = draws.choice(PLACES)
@@ -115,32 +115,20 @@ def sequence_loss(case, logits, labels):
     """The loss of a batch of scores [n, classes] and labels [n]."""
     plain = F.cross_entropy(logits, labels, reduction="none")
     near = F.normalize(logits, dim=-1) @ F.normalize(logits, dim=-1).T / 0.2
-    if case.rule == "sum":
-        return plain.sum()
-    if case.rule == "mean over sequences":
-        return plain.mean()
-    if case.rule == "class weights":
-        return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 4.0, 0.3, 2.0]))
     if case.rule == "contrastive":
         return F.cross_entropy(near, torch.arange(len(near)))
     if case.rule == "supervised contrastive":
         same = (labels[:, None] == labels[None]).float()
         return -(near.log_softmax(-1) * same).sum(-1).div(same.sum(-1)).mean()
-    if case.rule == "dice":
-        chosen = logits.softmax(-1).gather(-1, labels[:, None])
-        return 1 - (2 * chosen.sum() + 1) / (chosen.square().sum() + len(labels) + 1)
-    if case.rule == "diversity":
-        mean = logits.softmax(-1).mean(0)
-        return plain.mean() + (mean * mean.log()).sum()
     if case.rule == "pairwise ranking":
-        scores = logits[:, 0]
-        return F.softplus(scores[None] - scores[:, None]).mean()
+        return F.softplus(logits[None, :, 0] - logits[:, None, 0]).mean()
     if case.rule == "two means":
         return plain.mean() + 0.1 * plain.sum()
-    if case.rule == "root of the number":
-        return plain.sum() / len(plain) ** 0.5
-    weight = (1 - torch.exp(-plain)).square()
-    return (weight * plain).sum() / weight.sum()
+    return token_loss(case, logits[:, None], labels[:, None])
+
+
+def loss_of(case, logits, labels, mask=None):
+    return token_loss(case, logits, labels, mask) if case.token else sequence_loss(case, logits, labels)
 
 
 class Part(nn.Module):
@@ -176,9 +164,7 @@ def model_of(case):
         if labels is not None and case.place == "part of the model":
             loss = self.part(logits, labels, attention_mask)
         elif labels is not None and by_forward:
-            loss = (
-                token_loss(case, logits, labels, attention_mask) if case.token else sequence_loss(case, logits, labels)
-            )
+            loss = loss_of(case, logits, labels, attention_mask)
         return TokenClassifierOutput(loss=loss, logits=logits)
 
     base = hf.BertForTokenClassification if case.token else hf.BertForSequenceClassification
@@ -189,10 +175,7 @@ def model_of(case):
         def after(self, input_ids=None, attention_mask=None, labels=None, **others):
             outputs = super(made, self).forward(input_ids=input_ids, attention_mask=attention_mask, **others)
             if labels is not None:
-                parts = (outputs.logits, labels)
-                outputs["loss"] = (
-                    token_loss(case, *parts, attention_mask) if case.token else sequence_loss(case, *parts)
-                )
+                outputs["loss"] = loss_of(case, outputs.logits, labels, attention_mask)
             return outputs
 
         made = type(case.name, (base,), {"forward": after})
@@ -207,25 +190,18 @@ def model_of(case):
 def trainer_of(case):
     """The class of the trainer, and its function of a loss."""
 
-    def of_outputs(outputs, labels, mask=None):
-        return (
-            token_loss(case, outputs["logits"], labels, mask)
-            if case.token
-            else sequence_loss(case, outputs["logits"], labels)
-        )
-
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             inputs = dict(inputs)
             labels = inputs.pop("labels")
             outputs = model(**inputs)
-            loss = of_outputs(outputs, labels, inputs.get("attention_mask"))
+            loss = loss_of(case, outputs["logits"], labels, inputs.get("attention_mask"))
             return (loss, outputs) if return_outputs else loss
 
     if case.place == "compute_loss":
         return Own, None
     if case.place == "compute_loss_func":
-        return Trainer, lambda outputs, labels, num_items_in_batch=None: of_outputs(outputs, labels)
+        return Trainer, lambda outputs, labels, num_items_in_batch=None: loss_of(case, outputs["logits"], labels)
     return Trainer, None
 
 
@@ -248,27 +224,20 @@ def rows_of(case, number=8):
             labels[hidden] = IGNORED
         elif case.spread == "not the first":
             labels[0] = IGNORED
-        rows.append(
-            {
-                "input_ids": ids.tolist(),
-                "labels": labels.tolist() if case.token else int(labels[1].clamp(min=0)) % LABELS,
-            }
-        )
+        one = int(labels[1].clamp(min=0)) % LABELS
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist() if case.token else one})
     return rows
 
 
 def run(case, capacity, *, ranks=1, steps=2, **options):
     """The losses of a run; padded where ``capacity`` is None."""
     kind, function = trainer_of(case)
-    arguments = TrainingArguments(
-        tempfile.mkdtemp(), packing_capacity=capacity, max_steps=steps, per_device_train_batch_size=8 // ranks,
-        logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, max_grad_norm=0.0,
-        learning_rate=1e-2, lr_scheduler_type="constant", optim="sgd", train_sampling_strategy="sequential",
-        remove_unused_columns=False, **options,
-    )  # fmt: skip
+    options = {**STEADY, "optim": "sgd", "max_grad_norm": 0.0, "remove_unused_columns": False, **options}
+    size = {"packing_capacity": capacity, "max_steps": steps, "per_device_train_batch_size": 8 // ranks}
+    arguments = quiet(tempfile.mkdtemp(), **size, **options)
     made = kind(model_of(case), arguments, RaggedCollator(), rows_of(case), compute_loss_func=function)
     made.train()
-    return [each["loss"] for each in made.state.log_history if "loss" in each], made
+    return losses(made), made
 
 
 def outcome(case, capacity, *, ranks=1):
@@ -285,16 +254,10 @@ def outcome(case, capacity, *, ranks=1):
 def _alone_in_this_process(case):
     """Two steps of SGD on one padded batch, by hand: as the loss is written."""
     kind, function = trainer_of(case)
-    model, losses = model_of(case), []
-    rows = rows_of(case)
-    width = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
-    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
-    labels = (
-        torch.tensor([row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows])
-        if case.token
-        else torch.tensor([row["labels"] for row in rows])
-    )
+    model, found, rows = model_of(case), [], rows_of(case)
+    ids, mask = padded([row["input_ids"] for row in rows], 0), padded([[1] * len(row["input_ids"]) for row in rows], 0)
+    labels = [row["labels"] for row in rows]
+    labels = padded(labels, IGNORED) if case.token else torch.tensor(labels)
     for _ in range(2):
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         if case.lstm:  # what a bidirectional LSTM sees behind a sequence is nobody's meaning: one sequence at a time
@@ -302,58 +265,36 @@ def _alone_in_this_process(case):
         elif function is not None or kind is not Trainer:
             kept = inputs.pop("labels")
             outputs = model(**inputs)
-            loss = (
-                function(outputs, kept)
-                if function
-                else token_loss(case, outputs["logits"], kept, mask)
-                if case.token
-                else sequence_loss(case, outputs["logits"], kept)
-            )
+            loss = function(outputs, kept) if function else loss_of(case, outputs["logits"], kept, mask)
         else:
             loss = model(**inputs)["loss"]
-        losses.append(float(loss.detach()))
+        found.append(float(loss.detach()))
         model.zero_grad()
         loss.backward()
         with torch.no_grad():
             for each in model.parameters():
                 if each.grad is not None:
                     each -= 1e-2 * each.grad
-    return losses
+    return found
 
 
 def _of_sequences(case, model, rows):
     logits = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
-    width = max(map(len, logits))
-    padded = torch.stack([F.pad(each, (0, 0, 0, width - len(each))) for each in logits])
-    labels = torch.tensor([row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows])
-    return token_loss(case, padded, labels)
+    whole = nn.utils.rnn.pad_sequence(logits, batch_first=True)
+    return token_loss(case, whole, padded([row["labels"] for row in rows], IGNORED))
+
+
+def padded(rows, fill):
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
 
 
 if __name__ == "__main__":
-    import json
-    import os
-
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for seed in map(int, sys.argv[1:]):
         case = Case.draw(seed)
         for capacity in (48, 4096):
             kind, told = outcome(case, capacity, ranks=ranks)
             if int(os.environ.get("RANK", "0")) == 0:
-                print(
-                    json.dumps(
-                        {
-                            "seed": seed,
-                            "rule": case.rule,
-                            "place": case.place,
-                            "by": "token" if case.token else "sequence",
-                            "name": case.name,
-                            "lstm": case.lstm,
-                            "spread": case.spread,
-                            "capacity": capacity,
-                            "ranks": ranks,
-                            "outcome": kind,
-                            "told": told[:300],
-                        }
-                    ),
-                    flush=True,
-                )
+                by = "token" if case.token else "sequence"
+                found = {"capacity": capacity, "ranks": ranks, "outcome": kind, "told": told[:300]}
+                print(json.dumps({**asdict(case), "by": by, **found}), flush=True)

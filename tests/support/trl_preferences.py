@@ -23,35 +23,23 @@ def words_of(i, most):
 
 
 def pairs(number, most=20):
-    return Dataset.from_list(
-        [
-            {
-                "prompt": text(i, 1 + i % 4),
-                "chosen": " " + text(i + 1, words_of(i, most)),
-                "rejected": " " + text(i + 2, words_of(i + 4, most)),
-            }
-            for i in range(number)
-        ]
-    )
+    words = [(text(i + 1, words_of(i, most)), text(i + 2, words_of(i + 4, most))) for i in range(number)]
+    rows = [
+        {"prompt": text(i, 1 + i % 4), "chosen": f" {one}", "rejected": f" {other}"}
+        for i, (one, other) in enumerate(words)
+    ]
+    return Dataset.from_list(rows)
 
 
 def rewarded(number, most=20):
-    rows = pairs(number, most)
-    return Dataset.from_list(
-        [
-            {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"], "margin": i % 3 / 4}
-            for i, row in enumerate(rows)
-        ]
-    )
+    sides = ("chosen", "rejected")
+    rows = [{side: row["prompt"] + row[side] for side in sides} for row in pairs(number, most)]
+    return Dataset.from_list([{**row, "margin": i % 3 / 4} for i, row in enumerate(rows)])
 
 
 def unpaired(number, most=20):
-    return Dataset.from_list(
-        [
-            {"prompt": text(i, 1 + i % 4), "completion": " " + text(i + 1, words_of(i, most)), "label": i % 3 != 1}
-            for i in range(number)
-        ]
-    )
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(number, most)]
+    return Dataset.from_list([{**row, "label": i % 3 != 1} for i, row in enumerate(rows)])
 
 
 def reward(completions, **_):

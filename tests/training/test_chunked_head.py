@@ -171,16 +171,10 @@ def test_logits_are_not_there_afterwards_and_the_error_names_the_switch():
             use(outputs.logits)
     assert repr(outputs.logits) == "LazyLogits(not there)"
     outputs.loss.backward()  # goes without them
-    assert isinstance(model.lm_head, nn.Linear), "the stand-in was left in place"
-    assert model(**row).logits.shape == (1, 5, WORDS)
-
-
-def test_the_head_is_back_after_an_error():
-    model, _ = model_and_row()
-    head = model.lm_head
     with pytest.raises(InputError), head_in_chunks(model):
         model(input_ids=None)
-    assert model.lm_head is head
+    assert isinstance(model.lm_head, nn.Linear), "the stand-in was left in place"
+    assert model(**row).logits.shape == (1, 5, WORDS)
 
 
 def test_heads_that_cannot_stand_aside_say_why():
@@ -308,11 +302,9 @@ def test_gradient_checkpointing_and_a_frozen_body(tmp_path, seen):
 
 ARRIVAL = {"packing_plan_strategy": "next_fit", "max_steps": 3}
 CASES = {
-    "ddp": ["llama", 0, ARRIVAL],
     "ddp recurrent": ["recurrent", 0, ARRIVAL],
     "ddp experts": ["mixtral", 0, ARRIVAL],
     "ddp, a microbatch without labels": ["llama", 0, {"data": "a step without labels", **ARRIVAL}],
-    "zero 1": ["llama", 1, ARRIVAL],
     "zero 2 reduced each time": ["llama", 2, {"packing_coalesce_gradients": False, **ARRIVAL}],
     "zero 3": ["llama", 3, ARRIVAL],
 }

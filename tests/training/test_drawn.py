@@ -179,40 +179,42 @@ def test_the_rows_of_a_packed_file_are_taken(tmp_path):
 
 
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
-BOUNDED = {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 4])}
-REFUSED = {
-    r"know their sequences: expected .* found dict of input_ids, labels. Leave data_collator out, or use RaggedCollator": {
-        "input_ids": IDS,
-        "labels": IDS,
-    },
-    r"know their sequences: .* found Tensor": IDS,
-    r"attention_mask has holes \(row 1\)": {
-        "input_ids": IDS,
-        "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1]]),
-    },
-    r"a row of attention_mask is all padding \(row 1\)": {"input_ids": IDS, "attention_mask": IDS > 4},
-    r"position_ids do not count on within a row of attention_mask": {
-        "input_ids": IDS,
-        "attention_mask": torch.ones(2, 4),
-        "position_ids": torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]),
-    },
-    r"cu_seq_lens_q does not cover the row: expected rising from 0 to 4, found 1 sequences, 3 tokens": {
-        **BOUNDED,
-        "cu_seq_lens_q": torch.tensor([0, 3]),
-    },
-    r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2\]": {
-        **BOUNDED,
-        "position_ids": torch.tensor([[0, 1, 0, 1]]),
-    },
-    r"a row with cu_seq_lens_q has padding too": {**BOUNDED, "attention_mask": torch.tensor([[1, 1, 1, 0]])},
-    r"values and lengths disagree \(field 'scores'\)": {**BOUNDED, "scores": torch.ones(3)},
-}
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_tell_its_sequences_is_refused(message):
+def ids(**fields):
+    return {"input_ids": IDS, **fields}
+
+
+def bounded(**fields):
+    return {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 4]), **fields}
+
+
+REFUSED = [
+    (r"know their sequences: .* found dict of input_ids, labels. Leave data_collator out, or use", ids(labels=IDS)),
+    (r"know their sequences: .* found Tensor", IDS),
+    (r"attention_mask has holes \(row 1\)", ids(attention_mask=torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1]]))),
+    (r"a row of attention_mask is all padding \(row 1\)", ids(attention_mask=IDS > 4)),
+    (
+        r"position_ids do not count on within a row of attention_mask",
+        ids(attention_mask=torch.ones(2, 4), position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])),
+    ),
+    (
+        r"cu_seq_lens_q does not cover the row: expected rising from 0 to 4, found 1 sequences, 3 tokens",
+        bounded(cu_seq_lens_q=torch.tensor([0, 3])),
+    ),
+    (
+        r"position_ids and cu_seq_lens_q disagree .* expected \[0, 3\], found \[0, 2\]",
+        bounded(position_ids=torch.tensor([[0, 1, 0, 1]])),
+    ),
+    (r"a row with cu_seq_lens_q has padding too", bounded(attention_mask=torch.tensor([[1, 1, 1, 0]]))),
+    (r"values and lengths disagree \(field 'scores'\)", bounded(scores=torch.ones(3))),
+]
+
+
+@pytest.mark.parametrize(("message", "batch"), REFUSED)
+def test_what_does_not_tell_its_sequences_is_refused(message, batch):
     with pytest.raises(InputError, match=message):
-        as_ragged(REFUSED[message])
+        as_ragged(batch)
 
 
 def test_a_collator_without_lengths_is_named_where_the_trainer_draws(tmp_path):

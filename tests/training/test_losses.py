@@ -6,7 +6,7 @@ import transformers as hf
 from torch.nn.functional import cross_entropy
 
 from tests.support import own_losses, packed_models, packing_script
-from tests.support.small_runs import logged, losses, quiet
+from tests.support.small_runs import logged, quiet
 from ullage import InputError, RaggedBatch, pack_model
 from ullage.attention.heads import loss_divides_by_count, loss_shifts
 from ullage.models import (
@@ -268,21 +268,16 @@ class Energy(RecurrentForCausalLM):
 
 
 UNLABELLED = {"collator": RaggedCollator()}
+KNOWN = (
+    r"packing_loss is not a known division \(Unknown\): expected 'sum' or 'token_mean' or 'sequence_mean', found mean"
+)
+MEANT = "expected a sum, or a mean over labels"
 UNDIVIDED = [
-    (
-        Unknown,
-        {},
-        r"packing_loss is not a known division \(Unknown\): "
-        r"expected 'sum' or 'token_mean' or 'sequence_mean', found mean",
-    ),
+    (Unknown, {}, KNOWN),
     (ByTokens, UNLABELLED, r"packing_loss='token_mean' needs labels to count \(ByTokens\)"),
-    (Silent, UNLABELLED, r"cannot be packed: .* \(Silent.compute_loss\): expected a sum, or a mean over labels"),
+    (Silent, UNLABELLED, rf"cannot be packed: .* \(Silent.compute_loss\): {MEANT}"),
     (own_losses.Contrastive, UNLABELLED, r"cannot be packed: .* expected 'sequence_mean', as packing_loss says"),
-    (
-        Trainer,
-        UNLABELLED,
-        r"cannot be packed: .* \(Energy\): expected a sum, or a mean over labels, over shifted labels",
-    ),
+    (Trainer, UNLABELLED, rf"cannot be packed: .* \(Energy\): {MEANT}, over shifted labels"),
 ]
 
 
@@ -326,21 +321,12 @@ def test_a_loss_function_is_given_the_number_of_labels_in_evaluation_too(tmp_pat
 
 
 # Labels by sequence beside labels by token: a sum of two means cannot be packed, and is refused by the label's name.
-
-
 PAIRED = {**packed_models.QUIET, **packed_models.SIZES}
 
 
 def two_labelled(second):
     ids = [torch.arange(3, 3 + length).tolist() for length in (5, 24, 1, 9)]
     return [{"input_ids": row, "labels": row, second: k % 2} for k, row in enumerate(ids)]
-
-
-def train_packed(folder, model, samples):
-    arguments = quiet(folder, max_steps=2, per_device_train_batch_size=4, packing_capacity=40)
-    mine = Trainer(model, arguments, data_collator=RaggedCollator(), train_dataset=samples)
-    mine.train()
-    return losses(mine)
 
 
 class TwoHeads(hf.BertForTokenClassification):
@@ -351,22 +337,21 @@ class TwoHeads(hf.BertForTokenClassification):
 
 
 @pytest.mark.regression
-def test_labels_by_sequence_beside_those_by_token_of_an_unknown_head_are_refused(tmp_path):
+def test_labels_by_sequence_beside_those_by_token_are_refused_in_a_run_and_in_a_packed_call(tmp_path):
+    def train(model, second):
+        options = {"samples": two_labelled(second), "max_steps": 2, "per_device_train_batch_size": 4}
+        return trained(tmp_path, model, collator=RaggedCollator(), packing_capacity=40, **options)
+
     torch.manual_seed(0)
     model = TwoHeads(hf.BertConfig(num_labels=packed_models.VOCAB, **PAIRED))
     with pytest.raises(InputError, match=r"a loss per sequence beside one per token.*topic_labels by sequence. Leave"):
-        train_packed(tmp_path, model, two_labelled("topic_labels"))
+        train(model, "topic_labels")
     # Fields by sequence that the model does not take are in nobody's way.
-    plain = hf.BertForTokenClassification(model.config)
-    assert len(train_packed(tmp_path, plain, two_labelled("topic_labels"))) == 2
-
-
-def test_the_two_losses_of_pretraining_are_refused_in_a_run_and_in_a_packed_call(tmp_path):
+    assert len(train(hf.BertForTokenClassification(model.config), "topic_labels")) == 2
     model = hf.BertForPreTraining(hf.BertConfig(**PAIRED))
-    samples = two_labelled("next_sentence_label")
     with pytest.raises(InputError, match=r"next_sentence_label by sequence\. Leave next_sentence_label or packing out"):
-        train_packed(tmp_path, model, samples)
-    batch = RaggedBatch.from_samples(samples)
+        train(model, "next_sentence_label")
+    batch = RaggedBatch.from_samples(two_labelled("next_sentence_label"))
     row = {**batch.to_flattened(), "labels": batch["labels"][None], "next_sentence_label": batch["next_sentence_label"]}
     with pack_model(model), pytest.raises(InputError, match="next_sentence_label by sequence"):
         model(**row)

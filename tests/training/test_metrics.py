@@ -6,14 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 from transformers.modeling_outputs import ModelOutput
 
 from tests.support import metrics_script, story
@@ -31,14 +25,14 @@ def predict(model, samples, folder, *, batch_size=3, **options):
 
 def bert(kind, **options):
     torch.manual_seed(0)
-    return kind(BertConfig(vocab_size=story.VOCAB, max_position_embeddings=16, num_labels=3, **{**SIZES, **options}))
+    return kind(hf.BertConfig(vocab_size=story.VOCAB, max_position_embeddings=16, num_labels=3, **{**SIZES, **options}))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
 def test_a_classifier_gives_rows_even_where_they_look_like_tokens(tmp_path, length):
     """As many classes as tokens, as many sequences as tokens; without labels that would tell."""
     samples = [{"input_ids": [5 + i] * length} for i in range(5)]
-    output = predict(bert(BertForSequenceClassification), samples, tmp_path)
+    output = predict(bert(hf.BertForSequenceClassification), samples, tmp_path)
     assert output.predictions.shape == (5, 3)
     assert output.label_ids is None
 
@@ -48,7 +42,7 @@ def test_what_is_nested_comes_back_nested_and_without_padding(tmp_path):
     lengths = [1, 4, 2, 3, 1]
     samples = [{"input_ids": [3 + i] * n, "labels": [-100] + [1] * (n - 1)} for i, n in enumerate(lengths)]
     eager = bert(
-        BertForTokenClassification, output_hidden_states=True, output_attentions=True, attn_implementation="eager"
+        hf.BertForTokenClassification, output_hidden_states=True, output_attentions=True, attn_implementation="eager"
     )
     logits, hidden, attentions = predict(eager, samples, tmp_path).predictions
     assert [entry.shape for entry in logits] == [(n, 3) for n in lengths]
@@ -117,7 +111,7 @@ def test_each_fresh_model_is_packed_as_the_first(tmp_path):
 
     def make():
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=8, **sizes))
 
     found = []
     for options in ({}, {"packing_capacity": 64}):

@@ -52,15 +52,22 @@ def test_packed_training_is_training_on_padded_batches(padded, tmp_path, family)
     assert packed_models.largest_difference(found, expected) < 1e-5
 
 
+#: By stage of ZeRO; how an engine reduces gradients does not depend on the model. Of stage 3 a layer called once more on
+#: one rank, whose rows have other lengths, would hang.
+STAGES = {
+    0: [*packed_models.FAMILIES, *packed_models.HEADS],
+    2: [*packed_models.FAMILIES, *packed_models.HEADS][::2],
+    3: ["qwen3_next", "nemotron_h", "mamba2", "modernbert", "t5"],
+}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [0, 2], ids=["ddp", "zero 2"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
     """Also padded; and packed with a rank that has no sequence in a microbatch, or in a whole step."""
-    # Of ZeRO every second one: how an engine reduces gradients does not depend on the model.
-    every = [*packed_models.FAMILIES, *packed_models.HEADS][:: 2 if stage else 1]
-    cases = [[family, stage, True] for family in every]
-    cases += [[family, stage, False] for family in ("qwen3_next", "t5")]
+    cases = [[family, stage, True] for family in STAGES[stage]]
+    cases += [[family, stage, False] for family in ("qwen3_next", "t5") if stage < 3]
     ranks = on_ranks(2, packed_models, tmp_path, cases, timeout=560)
     far = {}
     for (family, _, packed), *found in zip(cases, *ranks, strict=True):
@@ -68,22 +75,9 @@ def test_two_processes_train_as_one_on_padded_batches(padded, tmp_path, stage):
         if difference >= 1e-5:
             far[family, packed] = difference
         if packed:
-            tokens = [sum(step) for each in found for step in each["real"]]
-            assert 0 in tokens, "no rank was empty"
+            assert 0 in [sum(step) for each in found for step in each["real"]], "no rank was empty"
             assert any(0 in step and sum(step) for each in found for step in each["real"]), "no microbatch was empty"
     assert far == {}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_sharded_parameters_are_gathered_equally_often_on_every_rank(padded, tmp_path):
-    """ZeRO 3: rows of other lengths on each rank, an empty one among them. A layer called once more would hang."""
-    families = ["qwen3_next", "nemotron_h", "mamba2", "modernbert", "t5"]
-    cases = [[family, 3, True] for family in families]
-    ranks = on_ranks(2, packed_models, tmp_path, cases, timeout=560)
-    found = {family: max(packed_models.largest_difference(each, padded(family)) for each in pair)
-             for family, *pair in zip(families, *ranks, strict=True)}  # fmt: skip
-    assert max(found.values()) < 1e-5, found
 
 
 def test_an_evaluated_encoder_decoder_generates_the_same_packed(tmp_path):

@@ -7,21 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers as hf
 
 from tests.support.small_runs import quiet
 from ullage.datasets import byte_tokenizer
@@ -43,24 +29,24 @@ TARGETS = (4, 2, 2, 1, 3, 3, 4)
 
 
 def bert(kind):
-    return kind(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, num_labels=2, **SIZES))
+    return kind(hf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, num_labels=2, **SIZES))
 
 
 def llama():
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **SIZES, **ids))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **SIZES, **ids))
 
 
 def t5():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
 
 
 MODELS = {
-    "tagger": lambda: bert(BertForTokenClassification),
-    "words": lambda: bert(BertForMaskedLM),
-    "classes": lambda: bert(BertForSequenceClassification),
-    "answers": lambda: bert(BertForQuestionAnswering),
+    "tagger": lambda: bert(hf.BertForTokenClassification),
+    "words": lambda: bert(hf.BertForMaskedLM),
+    "classes": lambda: bert(hf.BertForSequenceClassification),
+    "answers": lambda: bert(hf.BertForQuestionAnswering),
     "llama": llama,
     "t5": t5,
     "recurrent": lambda: RecurrentForCausalLM(RecurrentConfig(vocab_size=VOCABULARY, hidden_size=16)),
@@ -91,8 +77,8 @@ def collator(name, form):
     if "ragged" in form:
         return Seq2SeqCollator() if name == "t5" else RaggedCollator()
     if name == "t5":
-        return DataCollatorForSeq2Seq(tokenizer)
-    return (DataCollatorWithPadding if name in ("classes", "answers") else DataCollatorForTokenClassification)(
+        return hf.DataCollatorForSeq2Seq(tokenizer)
+    return (hf.DataCollatorWithPadding if name in ("classes", "answers") else hf.DataCollatorForTokenClassification)(
         tokenizer
     )
 
@@ -135,8 +121,8 @@ def make(kind, arguments, name, form, folder, metrics=None, chooses=("words", "l
         compute_metrics=metrics or (accuracy if name in MEASURED else lambda p: {}),
         preprocess_logits_for_metrics=chosen if name in chooses else None,
     )
-    if name == "recurrent" and kind is transformers.Trainer:
-        trainer.data_collator = DataCollatorForTokenClassification(byte_tokenizer())
+    if name == "recurrent" and kind is hf.Trainer:
+        trainer.data_collator = hf.DataCollatorForTokenClassification(byte_tokenizer())
     return trainer
 
 
@@ -171,7 +157,7 @@ CASES = [
 @pytest.mark.regression
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_arrays_are_those_of_transformers(name, form, tmp_path):
-    theirs = run(transformers.Trainer, transformers.TrainingArguments, name, "padded", tmp_path)
+    theirs = run(hf.Trainer, hf.TrainingArguments, name, "padded", tmp_path)
     packed = {"packing_capacity": 14} if form.startswith("packed ") and form != "packed sequence" else {}
     mine = run(Trainer, TrainingArguments, name, form, tmp_path, **packed)
     assert_same(mine.predictions, theirs.predictions, exactly=form == "padded")
@@ -195,7 +181,7 @@ def test_arrays_are_those_of_transformers(name, form, tmp_path):
 def test_generated_sequences_are_those_of_transformers(form, tmp_path):
     results = []
     for kind, arguments, how in (
-        (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments, "padded"),
+        (hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments, "padded"),
         (Seq2SeqTrainer, Seq2SeqTrainingArguments, form),
     ):
         more = {"packing_capacity": 24} if how.startswith("packed ") else {}
@@ -213,7 +199,7 @@ def test_generated_sequences_are_those_of_transformers(form, tmp_path):
 def test_metrics_batch_by_batch_get_what_transformers_gives_them(form, tmp_path):
     seen = {}
     for kind, arguments, how in (
-        (transformers.Trainer, transformers.TrainingArguments, "padded"),
+        (hf.Trainer, hf.TrainingArguments, "padded"),
         (Trainer, TrainingArguments, form),
     ):
         calls = seen[kind] = []
@@ -226,7 +212,7 @@ def test_metrics_batch_by_batch_get_what_transformers_gives_them(form, tmp_path)
         options |= {"packing_capacity": 14} if how.startswith("packed") else {}
         make(kind, arguments, "tagger", how, tmp_path, compute, chooses=("tagger",), **options).evaluate()
     assert [last for _, last in seen[Trainer]] == [False, False, True]
-    for (mine, _), (theirs, _) in zip(seen[Trainer], seen[transformers.Trainer], strict=True):
+    for (mine, _), (theirs, _) in zip(seen[Trainer], seen[hf.Trainer], strict=True):
         assert isinstance(mine.predictions, torch.Tensor)
         assert (mine.predictions.dtype, mine.predictions.shape) == (theirs.predictions.dtype, theirs.predictions.shape)
         there = mine.label_ids != -100

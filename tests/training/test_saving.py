@@ -154,13 +154,10 @@ def test_the_newest_whole_checkpoint_is_taken_after_saying_so(run, caplog):
     whole = make(run.parent / "whole", OurTrainer)
     whole.train()
     assert losses(trainer) == losses(whole)
-
-
-def test_no_whole_checkpoint_is_said_of_the_newest(run):
-    for step in (2, 4):
-        cut(run / f"checkpoint-{step}" / "optimizer.pt")
+    for path in checkpoints_in(run):
+        cut(path / "optimizer.pt")
     with pytest.raises(
-        CheckpointError, match=r"damaged \(.*/checkpoint-4/optimizer.pt\).* There is no whole one before"
+        CheckpointError, match=r"damaged \(.*/checkpoint-6/optimizer.pt\).* There is no whole one before"
     ):
         make(run, OurTrainer).train(resume_from_checkpoint=True)
 

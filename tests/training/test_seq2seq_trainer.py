@@ -123,14 +123,6 @@ def test_a_step_on_ragged_batches_equals_one_on_padded_ones(tmp_path: Path) -> N
         assert all(torch.allclose(others[name], value, rtol=0, atol=2e-5) for name, value in weights[0].items())
 
 
-def test_sources_alone_are_predicted_from(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, predict_with_generate=True, collator=ullage.training.RaggedCollator())
-    sources: Any = [{"input_ids": sample["input_ids"]} for sample in _samples()]
-    output = trainer.predict(sources, max_new_tokens=4)
-    assert len(output.predictions) == len(sources)
-    assert output.label_ids is None
-
-
 def test_the_settings_of_generation_are_those_given(tmp_path: Path) -> None:
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     settings = GenerationConfig(max_new_tokens=2, min_new_tokens=2, suppress_tokens=[0], **ids)
@@ -139,6 +131,10 @@ def test_the_settings_of_generation_are_those_given(tmp_path: Path) -> None:
     assert lengths == {3}
     longer = trainer.predict(_samples(), max_new_tokens=5, min_new_tokens=5)  # pyright: ignore[reportArgumentType]
     assert {len(row) for row in longer.predictions} == {6}
+    trainer.data_collator = ullage.training.RaggedCollator()  # of sources alone
+    output = trainer.predict([{"input_ids": sample["input_ids"]} for sample in _samples()], max_new_tokens=4)  # pyright: ignore[reportArgumentType]
+    assert len(output.predictions) == len(LENGTHS)
+    assert output.label_ids is None
 
 
 def test_a_decoder_alone_comes_back_without_the_padding_of_its_prompts(tmp_path: Path) -> None:

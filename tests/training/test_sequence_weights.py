@@ -167,14 +167,6 @@ def test_losses_that_decide_for_themselves_are_refused_by_name(tmp_path):
     assert refused(tmp_path, bert(hf.BertForQuestionAnswering)) == unknown
 
 
-def test_without_a_capacity_it_is_refused(tmp_path):
-    message = (
-        "packing_loss_weighting is an argument of packing: expected 'token', or a packing_capacity, found 'weight'"
-    )
-    with pytest.raises(InputError, match=message):
-        trainer(tmp_path, llama(), WEIGHED, packing_capacity=None)
-
-
 class SquaredForCausalLM(hf.LlamaForCausalLM):
     """A loss of somebody's own."""
 
@@ -217,6 +209,8 @@ def test_a_bad_weight_is_named_by_its_sample(tmp_path, bad):
 
 
 def test_a_field_that_is_not_there_or_holds_a_number_per_token_is_refused(tmp_path):
+    with pytest.raises(InputError, match="expected 'token', or a packing_capacity, found 'weight'"):
+        trainer(tmp_path, llama(), WEIGHED, packing_capacity=None)
     with pytest.raises(
         InputError, match=r"no such field of weights \(packing_loss_weighting='weight'\): expected 'token'"
     ):

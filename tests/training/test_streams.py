@@ -198,6 +198,16 @@ def test_losses_of_a_shuffled_stream_are_those_of_one_process_and_two_workers_sh
         assert others[0] == pytest.approx(losses[0], abs=2e-6)
 
 
+def divided():
+    return split_dataset_by_node(Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4), 0, 2)
+
+
+def test_a_divided_stream_is_not_evaluated_in_part():
+    ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
+    with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
+        evaluation_loader(ranks, divided(), "Evaluation", 4)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stream_divided_among_ranks_is_refused_on_others_and_as_a_part_of_a_global_batch(tmp_path):
@@ -207,14 +217,7 @@ def test_a_stream_divided_among_ranks_is_refused_on_others_and_as_a_part_of_a_gl
     for [found] in on_ranks(3, shared_script, tmp_path, [["divided", {**options, "until": 4}]]):
         assert "a stream that was divided among the ranks goes on on as many ranks" in found["error"]
         assert "packing_global_batch_size" in found["error"]
-    stream = split_dataset_by_node(Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4), 0, 2)
+    stream = divided()
     trainer = packing_script.make_trainer("recurrent", str(tmp_path), samples=stream, packing_global_batch_size=4)
     with pytest.raises(InputError, match=r"divided already cannot be shared .* Give it undivided"):
         trainer.train()
-
-
-def test_a_divided_stream_is_not_evaluated_in_part():
-    stream = Dataset.from_list(packing_script.make_samples()).to_iterable_dataset(4)
-    ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
-    with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
-        evaluation_loader(ranks, split_dataset_by_node(stream, rank=0, world_size=2), "Evaluation", 4)

@@ -108,12 +108,6 @@ def test_empty_datasets_are_refused(tmp_path):
         trainer(tmp_path, language_model(), [{"input_ids": [3, 4]}], evaluation=[]).evaluate()
 
 
-def test_an_empty_sequence_is_named(tmp_path):
-    samples = [{"input_ids": [3, 4]}, {"input_ids": []}]
-    with pytest.raises(InputError, match=r"a sequence is empty \(sample \d\): expected at least one token, found 0"):
-        trainer(tmp_path, language_model(), samples).train()
-
-
 @pytest.mark.parametrize("collator", [RaggedCollator(labels_from="input_ids"), PackedSequenceCollator("input_ids")])
 def test_an_id_outside_the_vocabulary_is_named(tmp_path, collator):
     """In training by its index in the data set, which is shuffled; of a stream by its place in the batch."""

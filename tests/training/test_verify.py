@@ -4,15 +4,8 @@ import logging
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from tests.support import own_models, verify_script
 from tests.support.small_runs import losses, on_ranks, quiet
@@ -35,7 +28,7 @@ def samples(labels=None):
 
 def llama(**options):
     torch.manual_seed(0)
-    return LlamaForCausalLM(own_models.llama_config(attention_dropout=0.1, **options))
+    return hf.LlamaForCausalLM(own_models.llama_config(attention_dropout=0.1, **options))
 
 
 def make(folder, model, data=None, *, trainer=Trainer, arguments=TrainingArguments, **options):
@@ -104,16 +97,16 @@ def test_a_compiled_model_is_proved_without_compiling_it(tmp_path):
 PAIRS = {"trainer": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "packing_capacity": 96}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 HEADS = {
-    "classes of tokens": (BertForTokenClassification, lambda ids: ids % 3, {}),
-    "a class of each sequence": (BertForSequenceClassification, lambda ids: int(ids[0]) % 3, {}),
-    "pairs": (T5ForConditionalGeneration, lambda ids: ids[: 1 + len(ids) // 2], PAIRS),
+    "classes of tokens": (hf.BertForTokenClassification, lambda ids: ids % 3, {}),
+    "a class of each sequence": (hf.BertForSequenceClassification, lambda ids: int(ids[0]) % 3, {}),
+    "pairs": (hf.T5ForConditionalGeneration, lambda ids: ids[: 1 + len(ids) // 2], PAIRS),
 }
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_are_proved(head, tmp_path):
     kind, labels, options = HEADS[head]
-    config = T5Config(vocab_size=99, **T5) if head == "pairs" else BertConfig(**own_models.SIZES, num_labels=3)
+    config = hf.T5Config(vocab_size=99, **T5) if head == "pairs" else hf.BertConfig(**own_models.SIZES, num_labels=3)
     trainer = make(tmp_path, kind(config), samples(labels), **options)
     trainer.train()
     found = trainer._packer.proof.last.differences
