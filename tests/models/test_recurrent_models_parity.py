@@ -1,4 +1,4 @@
-"""A ragged batch through a recurrent model equals its sequences run one by one, whichever way they come in."""
+"""A ragged batch through a recurrent model, its heads or the bare backbone equals its sequences one by one, in every way."""
 
 from typing import Any
 
@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ullage
-from tests.support.recurrent_ways import WAYS, Result, Samples, assert_gives, gradients, padded
-from ullage.models import RecurrentConfig, RecurrentForCausalLM, RecurrentModel
+from tests.support.recurrent_ways import WAYS, Result, Samples, Way, assert_gives, gradients, padded
+from ullage.attention.releases import CACHE
+from ullage.models import (
+    RecurrentConfig,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    RecurrentModel,
+)
 from ullage.models.cells import CELLS, cell_class
 from ullage.models.schedule import Schedule
 
@@ -23,32 +30,59 @@ LENGTHS = (5, 1, 9, 3, 9, 14)
 VOCABULARY = 37
 
 
+POOLINGS = ("last", "mean", "attention")
+#: Of a classifier, by sequence or by token.
+CLASSES = {"num_hidden_layers": 2, "num_labels": 4, "layer_norm": True}
+
+
 def _config(cell: str = "lstm", **changes: Any) -> RecurrentConfig:
     return RecurrentConfig(cell=cell, **{"vocab_size": VOCABULARY, "hidden_size": 12, "pad_token_id": 0, **changes})
 
 
-def _model(cell: str = "lstm", **changes: Any) -> RecurrentForCausalLM:
+def _model(cell: str = "lstm", kind: str = "causal", **changes: Any) -> Any:
+    """A causal model, or a classifier of tokens or by a pooling."""
     torch.manual_seed(3)
-    return RecurrentForCausalLM(_config(cell, **changes))
+    if kind == "causal":
+        return RecurrentForCausalLM(_config(cell, **changes))
+    if kind == "tokens":
+        return RecurrentForTokenClassification(_config(cell, **CLASSES, **changes))
+    return RecurrentForSequenceClassification(_config(cell, pooling=kind, **CLASSES, **changes))
 
 
-def _samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Samples:
+def _samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, kind: str = "causal") -> Samples:
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
-    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+    samples = []
+    for length in lengths:
+        row = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        classes = torch.randint(0, 4, (length,) if kind == "tokens" else (), generator=generator)
+        samples.append({"input_ids": row, "labels": row.clone() if kind == "causal" else classes})
+    return samples
 
 
-def _one_by_one(model: RecurrentForCausalLM, samples: Samples) -> Result:
-    """From single dense rows and torch's own loss: its mean over all tokens."""
-    logits = [model(input_ids=sample["input_ids"][None]).logits[0] for sample in samples]
-    counted = sum(len(sample["labels"]) - 1 for sample in samples)
-    losses = [
-        torch.nn.functional.cross_entropy(row[:-1], sample["labels"][1:], reduction="sum")
-        for row, sample in zip(logits, samples)
-    ]
-    loss = torch.stack(losses).sum() / counted
+def _one_by_one(model: Any, samples: Samples) -> Result:
+    """From single dense rows; of a causal model by torch's own loss: its mean over all tokens."""
+    is_causal = isinstance(model, RecurrentForCausalLM)
+    count = sum(sample["labels"].numel() - is_causal for sample in samples)
+    logits, losses = [], []
+    for sample in samples:
+        ids, labels = (sample[name][None] for name in ("input_ids", "labels"))
+        if is_causal:
+            outputs = model(input_ids=ids)
+            summed = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[0, 1:], reduction="sum")
+            losses.append(summed / count)
+        else:
+            outputs = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(count))
+            losses.append(outputs.loss)
+        logits.append(outputs.logits.flatten(0, -2))
+    loss = torch.stack(losses).sum()
     loss.backward()
     return torch.cat(logits).detach(), loss.detach(), gradients(model)
+
+
+def _way(name: str, samples: Samples, kind: str = "causal") -> Way:
+    """A way in; what comes out by sequence is in the order given."""
+    keywords, real = WAYS[name](samples)
+    return keywords, real if kind in ("causal", "tokens") else lambda logits: logits
 
 
 SHAPES = {
@@ -59,25 +93,35 @@ SHAPES = {
 }
 
 
+CASES = [*(("causal", shape) for shape in SHAPES), *((kind, "a classifier") for kind in (*POOLINGS, "tokens"))]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_way_in_equals_one_by_one(cell: str, shape: str) -> None:
-    samples = _samples()
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+def test_every_way_in_equals_one_by_one(cell: str, kind: str, shape: str) -> None:
+    samples = _samples(kind=kind)
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        model: Any = _model(cell, **SHAPES[shape])
-        model = model.to(dtype).train()
+        changes = SHAPES[shape] if kind == "causal" else {"bidirectional": dtype == torch.float64}
+        model = _model(cell, kind, **changes).to(dtype).train()
         expected = _one_by_one(model, samples)
+        assert float(expected[0].std()) > 1e-2  # the oracle is not vacuous
         for way in WAYS if dtype == torch.float64 else ["flattened"]:
-            assert_gives(model, WAYS[way](samples), expected, tolerance, way)
+            assert_gives(model, _way(way, samples, kind), expected, tolerance, way)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from(sorted(CELLS)), st.integers(0, 99))
-def test_any_lengths_equal_one_by_one(lengths: list[int], cell: str, seed: int) -> None:
-    samples = _samples((*lengths, 2), seed)
-    model = _model(cell, num_hidden_layers=2).double().train()
-    assert_gives(model, WAYS["flattened"](samples), _one_by_one(model, samples), 1e-9)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    st.sampled_from(sorted(CELLS)),
+    st.sampled_from(["causal", *POOLINGS]),
+    st.integers(0, 99),
+)
+def test_any_lengths_equal_one_by_one(lengths: list[int], cell: str, kind: str, seed: int) -> None:
+    samples = _samples((*lengths, 2), seed, kind)
+    changes = {"num_hidden_layers": 2} if kind == "causal" else {"bidirectional": True}
+    model = _model(cell, kind, **changes).double().train()
+    assert_gives(model, _way("flattened", samples, kind), _one_by_one(model, samples), 1e-9)
 
 
 def test_rectangles_that_pad_equal_one_by_one() -> None:
@@ -209,3 +253,72 @@ def test_dropout_works_in_training_alone() -> None:
     assert torch.equal(model(**batch).logits, model(**batch).logits)
     model.train()
     assert not torch.equal(model(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_hidden_and_final_states_come_back_in_the_order_given(cell: str, bidirectional: bool) -> None:
+    torch.manual_seed(6)
+    model = RecurrentModel(_config(cell, bidirectional=bidirectional, **CLASSES)).double().eval()
+    samples = _samples(kind="tokens")
+    alone = [model(input_ids=sample["input_ids"][None], use_cache=True) for sample in samples]
+    hidden = torch.cat([one.last_hidden_state[0] for one in alone])
+    for way, make in WAYS.items():
+        keywords, real = make(samples)
+        del keywords["labels"]
+        outputs = model(**keywords, use_cache=True, output_hidden_states=True)
+        assert torch.allclose(real(outputs.last_hidden_state), hidden, rtol=0, atol=1e-9), way
+        assert [real(states).shape[0] for states in outputs.hidden_states] == [len(hidden)] * 3
+        assert torch.equal(real(outputs.hidden_states[-1]), real(outputs.last_hidden_state))
+        for number, layer in enumerate(outputs[CACHE].layers):
+            for part, state in enumerate(layer):
+                expected = torch.cat([one[CACHE].layers[number][part] for one in alone])
+                assert torch.allclose(state, expected, rtol=0, atol=1e-9), way
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_embeddings_given_in_every_form_equal_ids(cell: str) -> None:
+    model: Any = _model(cell, "mean", bidirectional=True).double().eval()
+    samples = _samples(kind="mean")
+    batch = ullage.RaggedBatch.from_samples(samples)
+    expected = model(**batch.to_flattened()).logits
+    embedded = ullage.RaggedBatch({"e": model.model.embed_tokens(batch["input_ids"])}, batch.layout)
+    left = embedded.to_padded(padding_value=float("nan"), side="left")
+    forms = (
+        {"inputs_embeds": embedded["e"][None], "cu_seq_lens_q": batch.cu_seqlens},
+        {"inputs_embeds": left["e"], "attention_mask": left["attention_mask"]},
+        {"inputs_embeds": embedded.to_packed_sequence("e")},
+    )
+    for form in forms:
+        assert torch.allclose(model(**form).logits, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_backpropagation_truncated_across_batches_is_that_of_one_long_run(cell: str) -> None:
+    """Three parts of unequal length, the state handed on in the caller's order: whole if kept, cut if detached."""
+    torch.manual_seed(7)
+    model = RecurrentModel(_config(cell, **CLASSES)).double().train()
+    parts = [_samples(lengths, kind="tokens") for lengths in ((3, 8, 1), (6, 2, 2), (1, 4, 9))]
+
+    def run(cut: bool) -> tuple[Tensor, list[Tensor]]:
+        state, total = None, torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            batch = ullage.RaggedBatch.from_samples(part)
+            keywords = batch.to_flattened()
+            del keywords["labels"]
+            outputs = model(**keywords, cache=state, use_cache=True)
+            total = total + outputs.last_hidden_state.square().sum()
+            state = outputs[CACHE].detach() if cut else outputs[CACHE]
+        gradients = torch.autograd.grad(total, list(model.parameters()))
+        return total.detach(), list(gradients)
+
+    joined = [torch.cat([part[i]["input_ids"] for part in parts])[None] for i in range(3)]
+    whole = sum(model(input_ids=ids).last_hidden_state.square().sum() for ids in joined)
+    expected = torch.autograd.grad(whole, list(model.parameters()))  # pyright: ignore
+    total, gradients = run(cut=False)
+    assert torch.allclose(total, whole, rtol=1e-12)  # pyright: ignore
+    assert all(torch.allclose(g, e, rtol=0, atol=1e-9) for g, e in zip(gradients, expected))
+    total, gradients = run(cut=True)
+    assert torch.allclose(total, whole, rtol=1e-12)  # pyright: ignore
+    assert not all(torch.allclose(g, e, rtol=0, atol=1e-6) for g, e in zip(gradients, expected))
