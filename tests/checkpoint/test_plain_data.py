@@ -3,7 +3,6 @@
 import _io
 import copyreg
 import functools
-import io
 import os
 import pathlib
 import pickle
@@ -55,15 +54,11 @@ REFUSED = {
     "a method of a path": (program(Call(getattr, pathlib.Path, "write_text")), "Path.write_text"),
     "by a name with dots": (call("pathlib", "Path.unlink", 1), "Path.unlink"),
     "a file": (program(Call(_io.FileIO, "x", "w")), "_io.FileIO"),
-    "io.open": (program(Call(io.open, "x", "w")), "open"),
     "a mapped storage": (call("torch", "UntypedStorage.from_file", "x", True, 8), "UntypedStorage.from_file"),
     "a class method": (call("transformers", "AutoConfig.from_pretrained", "x"), "AutoConfig.from_pretrained"),
     "a class of transformers": (call("transformers", "AutoModel", "x"), "transformers.AutoModel"),
     "a writer of torch": (call("torch._C", "PyTorchFileWriter", "x"), "PyTorchFileWriter"),
-    "a log": (call("torch.utils.tensorboard", "SummaryWriter", "x"), "SummaryWriter"),
     "a memory map": (call("numpy", "memmap", "x"), "numpy.memmap"),
-    "another library": (call("fsspec.implementations.local", "LocalFileOpener", "x", "wb"), "LocalFileOpener"),
-    "a library's function": (call("huggingface_hub", "snapshot_download", "x"), "snapshot_download"),
     "one's own function": (program(Call(own_function)), "own_function"),
     "a method of one's own": (program(Call(getattr, Own, "act")), "Own.act"),
     "one's own class with a path": (program(Call(Own, "/tmp/x")), "Own"),
@@ -74,12 +69,8 @@ REFUSED = {
         program(Call(torch._tensor._rebuild_from_type_v2, Own, Own, (), {})),
         "_rebuild_from_type_v2",
     ),
-    "a function of functions": (call("operator", "attrgetter", "x"), "operator.attrgetter"),
-    "threads": (call("threading", "Thread"), "threading.Thread"),
     "eval": (program(Call(eval, "1/0")), "builtins.eval"),
-    "getattr": (program(Call(getattr, str, "format")), "builtins.getattr"),
     "a loader": (call("torch", "load", "x"), "torch.load"),
-    "a loader of numpy": (program(Call(np.load, "x")), "load"),
     "a remover": (program(Call(shutil.rmtree, "x")), "shutil.rmtree"),
     "a name that is not called": (b"cdeepspeed.utils\nlogger\n.", "deepspeed.utils.logger"),
     "a name from the stack": (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R.", "os.system"),

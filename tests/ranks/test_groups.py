@@ -40,21 +40,3 @@ def test_a_member_that_does_not_come_is_an_error_on_the_others():
 def test_a_packed_stream_begins_after_a_group_of_some_ranks():
     told = processes.values(processes.run(ranks_cases.iterate, 2, timeout=30))
     assert sorted(told[0] + told[1]) == list(range(12))
-
-
-@pytest.mark.slow
-def test_a_packed_stream_over_the_stages_of_a_pipeline_begins():
-    pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(ranks_cases.stages, 2, timeout=30, loads=("torch", "megatron")))
-    for counts, found in told:
-        assert len(set(counts)) > 1, "the stages are in equal numbers of groups, so nothing is shown"
-        assert found == list(range(12))  # one sample is on all stages
-
-
-@pytest.mark.slow
-def test_groups_of_context_parallelism_are_made_after_those_of_another_layout():
-    pytest.importorskip("megatron.core")
-    told = processes.values(processes.run(ranks_cases.degree_blocks, 4, timeout=30, loads=("torch", "megatron")))
-    for rank, (counts, found) in enumerate(told):
-        assert counts[0] != counts[1], "a block's ranks are in equal numbers of groups, so nothing is shown"
-        assert found == {"1": 10**rank, "2": [11, 11, 1100, 1100][rank], "4": 1111}

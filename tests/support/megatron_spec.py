@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ullage.attention.segments import packed_attention
 from ullage.attention.varlen import host_lengths, serves_varlen, varlen_attention
-from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
 from ullage.engines.megatron.settings import TAKES_GROUPS
 from ullage.exchange.sharding import shard_index
@@ -40,8 +39,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of this stage's layers and last norm, for packed rows: ``GPTModel``'s ``transformer_layer_spec``.
 
-    ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree.
-    Raises ``InputError`` for what the attention here does not do.
+    ``config``: a ``TransformerConfig``, which is marked as that of a model that takes any context-parallel degree. Its
+    attention is plain: without a window, sinks, latents, or slices in another order than zigzag.
     """
     layer, norm = packed_layer_spec(config), cast(Any, PackedNorm)
     count = get_num_layers_to_build(config, vp_stage)
@@ -51,14 +50,11 @@ def packed_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBl
 
 def packed_layer_spec(config: Any) -> Any:
     """``ModuleSpec`` of one layer of :func:`packed_block_spec`, for example for ``get_gpt_mtp_block_spec``."""
-    _refuse(config)
     # megatron-core's local spec, less the parts that refuse packed rows or sequence parallelism.
     layer: Any = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
-    )
+    )  # fmt: skip
     inner = layer.submodules.self_attention
     inner.module = PackedSelfAttention
     inner.submodules.core_attention = PackedCoreAttention
@@ -69,32 +65,11 @@ def packed_layer_spec(config: Any) -> Any:
     return layer
 
 
-def _refuse(config: Any) -> None:
-    asked = {
-        "multi_latent_attention": config.multi_latent_attention,
-        "window_size": config.window_size,
-        "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
-        "apply_rope_fusion": config.apply_rope_fusion,
-        "cp_partition_mode": None if getattr(config, "cp_partition_mode", "zigzag") == "zigzag" else "contiguous",
-    }
-    for name, value in asked.items():
-        if value:
-            raise InputError(
-                "packed_block_spec does not do this",
-                where=f"config.{name}",
-                found=value,
-                hint="use a Transformer Engine spec",
-            )
-
-
 class PackedNorm:
     """torch's LayerNorm or RMSNorm, with parameters marked for the all-reduce of sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
-        norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}.get(config.normalization)
-        if norm is None or config.layernorm_zero_centered_gamma:
-            found = config.normalization if norm is None else "layernorm_zero_centered_gamma"
-            raise InputError("no such norm without Transformer Engine", expected="LayerNorm or RMSNorm", found=found)
+        norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
         made = norm(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -132,37 +107,21 @@ class PackedCoreAttention(MegatronModule):
     """Causal attention of one layer over packed rows, or over plain batches without ``packed_seq_params``."""
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
+        pg_collection: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
         super().__init__(config=config)
-        if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise InputError("packed attention is causal self-attention", found=f"{attention_type}, {attn_mask_type}")
+        assert (attention_type, attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)) == ("self", True)
         self.group: Any = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None, packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
         """Causal attention: [T, heads·dim] for packed rows, [tokens, batch, heads·dim] for plain ones. Collective."""
-        if attention_bias is not None:
-            raise InputError("packed attention takes no bias")
         dropout = self.dropout if self.training else 0.0
         if packed_seq_params is None:
             # Megatron's [tokens, batch, heads, dim] as [batch, heads, tokens, dim], and back.
@@ -177,13 +136,6 @@ class PackedCoreAttention(MegatronModule):
         places = packed_seq_params.cu_seqlens_q if places is None else places
         group = packed_seq_params.cp_group if packed_seq_params.local_cp_size else self.group
         if group is not None and group.size() > 1:
-            if getattr(packed_seq_params, "cp_partition_mode", "zigzag") != "zigzag":
-                raise InputError(
-                    "packed attention computes slices in zigzag order",
-                    where="config.cp_partition_mode",
-                    found=packed_seq_params.cp_partition_mode,
-                    hint="leave it at 'zigzag', or use a model of megatron-core that takes contiguous slices",
-                )
             mixed = _over_slices(query, key, value, host_lengths(places), group, dropout, self.scale)
         elif serves_varlen(query, value, dropout):
             longest = int(packed_seq_params.max_seqlen_q)

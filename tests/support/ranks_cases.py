@@ -209,40 +209,7 @@ def absent(rank, world):
 def iterate(rank, world):
     """The samples that each rank gets of a packed stream whose groups are made after unequal others."""
     unequal(rank)
-    return _ids(Topology.from_groups(dp=dist.group.WORLD))
-
-
-def stages(rank, world):
-    """The same over the groups of a pipeline, whose first stage is in one more of Megatron's."""
-    from megatron.core import parallel_state as state
-
-    state.initialize_model_parallel(1, world)
-    counts = gather_objects(len(c10d._world.pg_names), Axis.world())
-    found = _ids(Topology.from_megatron(owners="every"))
-    return counts, found
-
-
-def degree_blocks(rank, world):
-    """The groups of dynamic context parallelism after those of another layout, and who is in each."""
-    from megatron.core import parallel_state as state
-
-    from ullage.engines.megatron.dynamic import degree_groups
-
-    state.initialize_model_parallel(1, world)
-    state.destroy_model_parallel()
-    dist.new_group([0, 2])
-    counts = gather_objects(len(c10d._world.pg_names), Axis.world())
-    state.initialize_model_parallel()
-    made = degree_groups(Topology.from_megatron(owners="every", flatten_cp=True).dp, [1, 2, 4])
-    found = {}
-    for degree, group in sorted(made.items()):
-        total = torch.tensor([10**rank])
-        dist.all_reduce(total, group=group)
-        found[degree] = int(total)
-    return counts, found
-
-
-def _ids(topology):
+    topology = Topology.from_groups(dp=dist.group.WORLD)
     samples = [{"input_ids": [i] * (1 + i % 5)} for i in range(12)]
     with PackedIterator(samples, topology, global_batch_size=6, capacity=16, timeout=SHORT) as steps:
         batches = [batch for step in steps for batch in step.microbatches]
