@@ -7,7 +7,6 @@ Routing drops no token and draws nothing, so that losses do not depend on how to
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -235,15 +234,6 @@ def run_autoep(job: Job, rank: int) -> dict[str, Any]:
         return engine(input_ids=mine, labels=mine).loss
 
     return train(engine, job, loss)
-
-
-def run_each(job: Job, rank: int) -> dict[str, Any]:
-    """Several runs in one process group, one per size of expert parallelism in ``job.config["each"]``."""
-    results: list[dict[str, Any]] = []
-    for ep in job.config["each"]:
-        assert job.save_to is not None
-        results.append(run(replace(job, config={**job.config, "ep": ep}, save_to=job.save_to / f"ep{ep}"), rank))
-    return {"each": results}
 
 
 def train(engine: Any, job: Job, loss_of: Callable[[int], torch.Tensor]) -> dict[str, Any]:
