@@ -150,8 +150,7 @@ def test_a_map_that_cannot_be_followed_is_refused(tmp_path, described, info, sai
 
 
 def test_slices_of_another_size_than_the_map_says_are_refused(tmp_path):
-    described = segments_map((4, 6), 0, [(4, [2, 2])], 2)
-    other = segments_map((4, 6), 0, [(4, [1, 3])], 2)
+    described, other = (segments_map((4, 6), 0, [(4, sizes)], 2) for sizes in ([2, 2], [1, 3]))
     with pytest.raises(CheckpointError, match="other slices"):
         joined(tmp_path, other, np.zeros((4, 6), np.float32), info={"affine_map": {"params": {"w": described}}})
 

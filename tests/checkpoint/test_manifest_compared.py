@@ -52,25 +52,18 @@ def refused(folder: Path, tmp_path: Path, match: str) -> None:
     assert ended.value.code == 1
 
 
-def test_a_flipped_bit_of_a_file_without_sums_is_found(folder, tmp_path):
+@pytest.mark.parametrize(("name", "at"), [("model.safetensors", -3), ("trainer_state.json", 2), ("manifest.json", 60)])
+def test_a_flipped_bit_of_a_file_without_sums_of_its_own_is_found_and_a_file_that_is_gone(folder, tmp_path, name, at):
     assert checkpoint.read(folder).problems() == []
-    flip(folder / "model.safetensors", -3)
+    flip(folder / name, at)
     refused(folder, tmp_path, "a file is not what the manifest lists")
-    assert checkpoint.read(folder).problems(manifest=False) == []
-    (folder / "manifest.json").unlink()
-    assert checkpoint.read(folder).problems() == []
-
-
-def test_a_file_beside_the_weights_and_one_that_is_gone(folder, tmp_path):
-    flip(folder / "trainer_state.json", 2)
-    refused(folder, tmp_path, "a file is not what the manifest lists")
-    (folder / "trainer_state.json").unlink()
-    refused(folder, tmp_path, "a file that the manifest lists is missing")
-
-
-def test_a_damaged_manifest_is_a_problem(folder, tmp_path):
-    flip(folder / "manifest.json", 60)
-    refused(folder, tmp_path, "a file is not what the manifest lists")
+    if name == "model.safetensors":
+        assert checkpoint.read(folder).problems(manifest=False) == []
+        (folder / "manifest.json").unlink()
+        assert checkpoint.read(folder).problems() == []
+    elif name == "trainer_state.json":
+        (folder / name).unlink()
+        refused(folder, tmp_path, "a file that the manifest lists is missing")
 
 
 def test_the_manifest_of_the_folder_around_the_shards(tmp_path):

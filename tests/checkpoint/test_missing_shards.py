@@ -42,13 +42,6 @@ def change_index(folder: Path, change) -> None:
     (folder / INDEX).write_text(json.dumps(content))
 
 
-def test_a_whole_model_has_no_problem(folder, tmp_path):
-    assert said(folder) == []
-    assert checkpoint.read(folder).notes == ()
-    checkpoint.convert(folder, tmp_path / "out", format="safetensors")
-    assert said(tmp_path / "out") == []
-
-
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_missing_file_is_found_with_and_without_the_index(folder, tmp_path, number, indexed):
@@ -91,13 +84,16 @@ def test_an_index_that_is_none_is_a_problem(folder, text):
     assert problem.file == INDEX
 
 
-def test_tensors_that_the_index_does_not_list_are_noted_and_read(folder):
+def test_a_whole_model_has_no_problem_and_tensors_that_the_index_does_not_list_are_noted_and_read(folder, tmp_path):
+    assert said(folder) == []
+    assert checkpoint.read(folder).notes == ()
+    checkpoint.convert(folder, tmp_path / "out", format="safetensors")
+    assert said(tmp_path / "out") == []
     change_index(folder, lambda held: held.pop("layer1.bias"))
-    inventory = checkpoint.read(folder)
-    assert inventory.problems() == []
-    [note] = inventory.notes
+    assert said(folder) == []
+    [note] = checkpoint.read(folder).notes
     assert "does not list 1 of the tensors in its files, such as layer1.bias" in note
-    assert "layer1.bias" in inventory.parameters
+    assert "layer1.bias" in checkpoint.read(folder).parameters
 
 
 def test_one_file_saved_over_several_counts_alone(folder):
@@ -127,6 +123,5 @@ def test_a_missing_file_of_optimizer_state_is_found(tmp_path):
     (place / "optimizer" / "optimizer-00001-of-00002.safetensors").unlink()
     listed = {"weight_map": {"exp_avg:w": "optimizer.safetensors"}}
     (place / "optimizer" / "optimizer.safetensors.index.json").write_text(json.dumps(listed))
-    assert any(
-        "a file that the index names is missing (optimizer/optimizer.safetensors" in line for line in said(place)
-    )
+    missing = "a file that the index names is missing (optimizer/optimizer.safetensors"
+    assert any(missing in line for line in said(place))
