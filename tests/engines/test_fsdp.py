@@ -57,7 +57,7 @@ REFUSED = {
     "do not multiply to the world": ["refuse", {"mesh": [3, 1, 1]}],
     "the topology is not the world's": ["refuse", {"sizes": [4, 1, 1]}],
     "the ranks do not agree on the topology": ["disagree", {}],
-    "cp shares the rows of causal language models alone": ["refuse", {"kind": "classifier", "mesh": [1, 2, 1]}],
+    "cp shares the rows of causal language models alone": ["refuse", {"kind": "sequence", "mesh": [1, 2, 1]}],
     "no pipeline stages": ["refuse", {"sizes": [1, 1, 1], "pp": 2}],
 }
 

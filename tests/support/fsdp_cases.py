@@ -44,9 +44,6 @@ def make_model(kind="llama", **options):
     if kind == "recurrent":
         config = RecurrentConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, **SPECIAL, **options)
         return RecurrentForCausalLM(config)
-    if kind == "classifier":
-        config = transformers.LlamaConfig(num_attention_heads=4, **SIZES, **SPECIAL)
-        return transformers.LlamaForSequenceClassification(config)
     if kind == "gpt2":
         config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, **options)
         return transformers.GPT2LMHeadModel(config)
@@ -57,7 +54,18 @@ def make_model(kind="llama", **options):
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **options))
     if kind == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **options))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+    config = transformers.LlamaConfig(**options)
+    if kind == "sequence":
+        return transformers.LlamaForSequenceClassification(config)
+    if kind == "token":
+        return transformers.LlamaForTokenClassification(config)
+    made = transformers.LlamaForCausalLM(config)
+    if kind == "lora":
+        made = get_peft_model(made, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        for name, parameter in made.named_parameters():  # which begins at zero
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return made
 
 
 def make_samples(count=STEPS * SEQUENCES, longest=50, seed=3):
@@ -355,25 +363,7 @@ def run_jobs(jobs, module=__name__, timeout=170):
 
 #: Of a sharded model beside a plain one, which trains on one process: each goes on from the other's checkpoint.
 SMALL: dict[str, Any] = {**SIZES, "hidden_size": 16, "intermediate_size": 24}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-
-
-def headed_model(kind="llama", **options):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SMALL, "num_labels": 3, "classifier_dropout": 0.0, **options})
-    if kind == "lora":
-        made = get_peft_model(
-            transformers.LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        )
-        for name, parameter in made.named_parameters():  # which begins at zero
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        return made
-    if kind == "sequence":
-        return transformers.LlamaForSequenceClassification(config)
-    if kind == "token":
-        return transformers.LlamaForTokenClassification(config)
-    return transformers.LlamaForCausalLM(config)
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 3, "classifier_dropout": 0.0}
 
 
 def headed_samples(kind="llama", count=48):
@@ -400,7 +390,7 @@ def arguments(folder, batch, **more):
 
 def plain(rank, world, folder, kind="llama", resume=None, model=None, **more):
     """Our Trainer, or transformers' on padded rows, on one process."""
-    made = headed_model(kind, **(model or {}))
+    made = make_model(kind, **{**SMALL, **(model or {})})
     trainer = Trainer(
         made, arguments(folder, SEQUENCES, **more), data_collator=RaggedCollator(), train_dataset=headed_samples(kind)
     )
@@ -412,7 +402,7 @@ def engine(rank, world, folder, kind="llama", mesh=(1, 1, 1), resume=None, model
     """Our Trainer of a model that is sharded, on any layout."""
     as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
-    made = fsdp.parallelize(headed_model(kind, **(model or {})), topology, dp_replicate=replicate)
+    made = fsdp.parallelize(make_model(kind, **{**SMALL, **(model or {})}), topology, dp_replicate=replicate)
     held_out = headed_samples(kind, 10) if "eval_strategy" in more else None
     trainer = Trainer(
         made, arguments(folder, SEQUENCES // mesh[0], **more), data_collator=RaggedCollator(),
@@ -442,7 +432,7 @@ def build(rank, world, folder, mesh=(1, 1, 1), how="full", model=None, replicate
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
     torch.manual_seed(7)
     with torch.device("cpu" if how == "full" or (how == "first" and rank == 0) else "meta"):
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, **(model or {})}))
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, **SPECIAL, **(model or {})}))
     before = sum(p.numel() * p.element_size() for p in made.parameters() if not p.is_meta)
     given: dict[str, Any] = {"weights": folder} if how == "weights" else {}
     made = fsdp.parallelize(made, topology, dp_replicate=replicate, cpu_offload=offload, **given)

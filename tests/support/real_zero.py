@@ -16,7 +16,9 @@ The writer runs in a fork of the tests' server, and each rank in a fork of that,
 import gc
 import importlib
 import os
+import re
 import sys
+import traceback
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -154,11 +156,8 @@ class Truth:
 
 
 def _replicated(recipe: Recipe, name: str) -> bool:
-    import re
-
-    info = recipe.info or {}
     lists = ("tp_replicated_parameter_patterns", "pipeline_replicated_parameter_patterns")
-    return any(re.match(pattern, name) for which in lists for pattern in info.get(which, []))
+    return any(re.match(pattern, name) for which in lists for pattern in (recipe.info or {}).get(which, []))
 
 
 def write(folder: Path | str, recipe: Recipe) -> Truth:
@@ -226,8 +225,6 @@ def _be_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         _write_rank(folder, recipe, rank, world)
     except BaseException:
-        import traceback
-
         (Path(folder) / f".error{rank}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
@@ -255,33 +252,36 @@ def _mpu(rank: int, tp: int, dp: int, pp: int) -> SimpleNamespace:
     return SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in told.items()})
 
 
+def _hold(module: Any, name: str) -> tuple[Any, str]:
+    """The module of a dotted name below this one, made where it is missing, and the last part of the name."""
+    import torch
+
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, torch.nn.Module())
+        module = module._modules[part]
+    return module, leaf
+
+
 def _build(recipe: Recipe, model_rank: int):
     """A module with the parameters and buffers of the recipe, and its parameter groups."""
     import torch
 
     root = torch.nn.Module()
-
-    def holder(name: str):
-        module, *rest = root, *name.split(".")
-        for part in rest[:-1]:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module._modules[part]
-        return module, rest[-1]
-
     parameters: dict[str, Any] = {}
     for group in [*recipe.groups_of(model_rank), recipe.frozen]:
         for name, shape in group.items():
-            module, leaf = holder(name)
+            module, leaf = _hold(root, name)
             parameters[name] = torch.nn.Parameter(torch.zeros(tuple(shape)), requires_grad=name not in recipe.frozen)
             module.register_parameter(leaf, parameters[name])
     for name in recipe.frozen:
         parameters[name].data.copy_(torch.from_numpy(values(name, "frozen", tuple(recipe.frozen[name]), recipe.seed)))
     for alias, owner in recipe.tied.items():
-        module, leaf = holder(alias)
+        module, leaf = _hold(root, alias)
         module.register_parameter(leaf, parameters[owner])
     for name, shape in recipe.buffers.items():
-        module, leaf = holder(name)
+        module, leaf = _hold(root, name)
         module.register_buffer(leaf, torch.from_numpy(values(name, "buffer", tuple(shape), recipe.seed)))
     decays = [*recipe.weight_decay, *[0.0] * len(recipe.groups_of(model_rank))]
     groups = [
@@ -329,15 +329,10 @@ def _build_pipeline(recipe: Recipe, rank: int):
         def __init__(self, number: int) -> None:
             super().__init__()
             for name, shape in held.items():
-                layer, *path, leaf = name.split(".")
-                if int(layer) != number:
-                    continue
-                module: torch.nn.Module = self
-                for part in path:
-                    if part not in module._modules:
-                        module.add_module(part, torch.nn.Module())
-                    module = module._modules[part]
-                module.register_parameter(leaf, torch.nn.Parameter(torch.zeros(tuple(shape))))
+                layer, _, inner = name.partition(".")
+                if int(layer) == number:
+                    module, leaf = _hold(self, inner)
+                    module.register_parameter(leaf, torch.nn.Parameter(torch.zeros(tuple(shape))))
 
     topology = PipeModelDataParallelTopology(num_pp=recipe.pp, num_mp=recipe.tp, num_dp=recipe.dp)
     here = topology.get_coord(rank)
@@ -377,20 +372,14 @@ def _optimizer(recipe: Recipe, groups: list[dict[str, Any]]):
 
 def _config(recipe: Recipe) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": recipe.stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
-    if recipe.round_robin:
-        zero["round_robin_gradients"] = True
-    if recipe.alignment:
-        zero["parameter_alignment"] = True
-    if recipe.elastic:
-        zero["elastic_checkpoint"] = True
+    asked = {"round_robin_gradients": recipe.round_robin, "parameter_alignment": recipe.alignment}
+    zero |= {name: True for name, wanted in {**asked, "elastic_checkpoint": recipe.elastic}.items() if wanted}
     if recipe.sub_group_size is not None:
         zero["sub_group_size"] = recipe.sub_group_size
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-    }
+    }  # fmt: skip
     if recipe.data_before:
         config["use_data_before_expert_parallelism"] = True
     if recipe.dtype in ("bf16", "bf16_optimizer"):
@@ -405,7 +394,6 @@ def _config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
-    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -442,7 +430,6 @@ def _write_rank(folder: str, recipe: Recipe, rank: int, world: int) -> None:
     client_state = {"iteration": STEP}
     if recipe.info is not None and not recipe.experts:
         client_state["universal_checkpoint_info"] = recipe.info
-    del torch
     engine._checkpoint_tag_validation = lambda tag: None  # compares over ranks that do not exist
     engine.save_checkpoint(
         folder, tag=recipe.tag, client_state=client_state, exclude_frozen_parameters=recipe.exclude_frozen
