@@ -215,23 +215,22 @@ def test_unpadded_and_four_dimensional_masks_equal_sdpa():
 # What is refused.
 
 REFUSED = {
-    "bert": ("both directions", {"is_decoder": False}, "both directions"),
-    "llama4_text": ("places in the row", {"num_local_experts": 2, "no_rope_layers": [1, 0]}, "places in the row"),
+    "bert": ("both directions", {"is_decoder": False}),
+    "llama4_text": ("places in the row", {"num_local_experts": 2, "no_rope_layers": [1, 0]}),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_packed_is_refused_before_and_in_forward(name):
-    told, sizes, said = REFUSED[name]
+    told, sizes = REFUSED[name]
     model = build(name, auto=AutoModel, **sizes)
     assert not supports_packing(model)
     assert told in (packing_problem(model) or "")
     with pytest.raises(InputError, match=f"packed sequences see each other: .*{told}"):
         require_packing(model)
     batch = RaggedBatch.from_samples([{"input_ids": sample["input_ids"]} for sample in samples_of((9, 30))])
-    keywords = batch.to_flattened()
-    with pytest.raises(InputError, match=said):
-        model(**keywords)
+    with pytest.raises(InputError, match=told):
+        model(**batch.to_flattened())
 
 
 MEETING = dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "rwkv"), "state")
@@ -257,13 +256,9 @@ def test_position_bias_is_refused():
         model(input_ids=ids, labels=ids)
 
 
-def test_another_implementation_is_refused():
-    model = build("llama", implementation="sdpa")
+def test_another_implementation_and_a_cache_beside_the_lengths_are_refused():
     with pytest.raises(InputError, match=r"attn_implementation='sdpa', which does not read cu_seq_lens.*Load it with"):
-        require_packing(model)
-
-
-def test_a_cache_beside_the_lengths_is_refused():
+        require_packing(build("llama", implementation="sdpa"))
     model = build("llama")
     batch = RaggedBatch.from_samples(samples_of((4, 6)))
     keywords = batch.to_flattened()
@@ -496,7 +491,7 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_many_short_sequences_share_few_calls():
+def test_many_short_sequences_and_long_windows_take_few_calls():
     lengths = np.random.default_rng(0).integers(1, 40, 400).tolist()
     tensors = [torch.randn(sum(lengths), 2, 8) for _ in range(3)]
     with CountCalls() as count, torch.no_grad():
@@ -505,9 +500,7 @@ def test_many_short_sequences_share_few_calls():
     in_order = arrange((7, 7, 7), None, torch.device("cpu"))
     assert in_order.places is None
     assert in_order.buckets == ((3, 7),)
-
-
-def test_a_long_window_does_not_compute_the_square():
+    # A long window does not compute the square.
     tensors = [torch.randn(4096, 1, 8) for _ in range(3)]
     arrangement = arrange((4096,), 64, torch.device("cpu"))
     assert len(arrangement.blocks) == 64

@@ -113,12 +113,9 @@ def test_heads_that_look_for_the_first_token_are_refused():
     assert (found - expected).abs().max() < 1e-10
 
 
-def test_rows_of_an_encoder_are_not_cut_over_ranks():
-    assert "both directions" in (context_parallel_problem(build("bert")) or "")
-
-
-def test_a_mask_of_the_other_direction_is_refused():
+def test_rows_over_ranks_and_a_mask_of_the_other_direction_are_refused():
     model = build("bert")
+    assert "both directions" in (context_parallel_problem(model) or "")
     for layer in model.bert.encoder.layer:  # one of two, then both
         layer.attention.self.is_causal = True
         with pytest.raises(InputError, match="the model's own attention pattern cannot be packed"):

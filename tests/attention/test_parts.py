@@ -45,18 +45,12 @@ def layer_of(module):
     return code.Layer(16, 32, bias=False)
 
 
-@pytest.mark.parametrize("module", LAYERS)
+@pytest.mark.parametrize("module", [*LAYERS, "bitsandbytes_of_mine.nn.modules", "awq.modules.fused.attn", "__main__"])
 def test_a_layer_with_weights_in_another_form_is_known_by_its_module(module):
     model = llama()
     model.model.layers[0].mlp.up_proj = layer_of(module)
-    assert reasons(model) == []
-
-
-@pytest.mark.parametrize("module", ["bitsandbytes_of_mine.nn.modules", "awq.modules.fused.attn", "__main__"])
-def test_a_layer_of_another_module_is_not(module):
-    model = llama()
-    model.model.layers[0].mlp.up_proj = layer_of(module)
-    assert reasons(model) == [f"model.layers.0.mlp.up_proj (Layer), a class of {module}"]
+    unknown = [] if module in LAYERS else [f"model.layers.0.mlp.up_proj (Layer), a class of {module}"]
+    assert reasons(model) == unknown
 
 
 def test_a_class_that_claims_a_module_is_told_by_its_code():
@@ -101,10 +95,14 @@ def test_torchs_own_modules(module, meets):
     assert bool(reasons(model)) is meets
 
 
-def test_a_part_of_another_model_is_not_known():
+def test_a_part_of_another_model_and_code_made_of_anybodys_are_not_known():
     model = llama()
     model.model.layers[1].mlp = MambaMixer(MambaConfig(hidden_size=16, state_size=4), 0)
     assert reasons(model)[0] == "model.layers.1.mlp (MambaMixer), a part of another model, mamba"
+    model = llama()
+    model.model.layers[0].mlp = torch.fx.symbolic_trace(model.model.layers[0].mlp)
+    model.lm_head = torch.fx.symbolic_trace(model.lm_head)
+    assert {part.path for part in unknown_parts(model)} == {"model.layers.0.mlp", "lm_head"}
 
 
 def test_what_others_put_in_the_place_of_methods():
@@ -161,9 +159,7 @@ def test_hooks_of_others(register):
     assert reasons(model) == [f"model.norm (LlamaRMSNorm), with a hook of {__name__}"]
     handle.remove()
     assert reasons(model) == []
-
-
-def test_hooks_around_every_module():
+    # Around every module.
     handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
     try:
         assert reasons(llama()) == [
@@ -171,13 +167,6 @@ def test_hooks_around_every_module():
         ]
     finally:
         handle.remove()
-
-
-def test_code_made_of_anybodys_is_not_known():
-    model = llama()
-    model.model.layers[0].mlp = torch.fx.symbolic_trace(model.model.layers[0].mlp)
-    model.lm_head = torch.fx.symbolic_trace(model.lm_head)
-    assert {part.path for part in unknown_parts(model)} == {"model.layers.0.mlp", "lm_head"}
 
 
 def test_looking_at_the_parts_of_seven_billion_parameters_takes_no_time():

@@ -12,7 +12,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.matrix(keep=0.08)
+@pytest.mark.matrix(keep=0.1)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_command_is_answered_by_what_to_do(command, folder):
     assert problems("command", COMMANDS[command], answer("command", command, folder)) == []
@@ -22,7 +22,3 @@ def test_a_wrong_command_is_answered_by_what_to_do(command, folder):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_call_ends_in_a_line_that_says_what_to_do(call, folder):
     assert problems("call", CALLS[call], answer("call", call, folder)) == []
-
-
-def test_the_tables_are_as_long_as_what_was_tried():
-    assert (len(COMMANDS), len(CALLS)) == (55, 44)

@@ -93,9 +93,20 @@ def test_a_pool_put_into_a_hybrid_ends_its_certainty():
     assert ways_of(model).sure.kind == "whole"
 
 
-def test_a_hook_within_the_backbone_gets_sequences_as_rows():
+def a_hook(layer):
+    layer.register_forward_hook(lambda module, given, rows: rows + rows.cumsum(1))
+
+
+def a_forward_of_the_instance(layer):
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda rows: own(rows + rows.roll(1, 1))
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("change", [a_hook, a_forward_of_the_instance])
+def test_what_is_put_into_a_layer_within_the_backbone_gets_sequences_as_rows(change):
     model = made(lambda: LlamaForCausalLM(llama_config()))
-    model.model.layers[0].register_forward_hook(lambda module, given, rows: rows + rows.cumsum(1))
+    change(model.model.layers[1])
     with pack_model(model) as packed, torch.no_grad():
         assert packed.way.kind == "backbone"
         assert difference(model) < 1e-6
@@ -108,17 +119,6 @@ def test_a_hook_on_the_backbone_runs_around_it():
     assert (found.sure.kind, found.doubts) == ("whole", ())
     model.register_forward_hook(lambda module, given, outputs: None)
     assert [part.path for part in ways_of(model).doubts] == [""]
-
-
-@pytest.mark.regression
-def test_a_forward_put_into_an_instance_is_not_believed():
-    model = made(lambda: LlamaForCausalLM(llama_config()))
-    mlp = model.model.layers[1].mlp
-    own = mlp.forward
-    mlp.forward = lambda rows: own(rows + rows.roll(1, 1))
-    with pack_model(model) as packed, torch.no_grad():
-        assert packed.way.kind == "backbone"
-        assert difference(model) < 1e-6
 
 
 @pytest.mark.regression
@@ -147,14 +147,11 @@ class Naming(nn.Module):
         return self.norm(self.embedding(input_ids)[0])
 
 
-def test_a_model_that_names_the_lengths_is_believed_and_not_certain():
+@pytest.mark.regression
+def test_a_model_that_names_the_lengths_is_believed_but_of_statistics_over_the_row():
     found = ways_of(Naming(nn.LayerNorm(4)))
     assert (found.is_certain, found.sure.kind) == (False, "native")
     assert [way.kind for way in found.ways] == ["native", "whole"]
-
-
-@pytest.mark.regression
-def test_statistics_over_the_row_are_refused_whatever_the_forward_names():
     with pytest.raises(CompetingSequences, match=r"norm \(BatchNorm1d\)"):
         ways_of(Naming(nn.BatchNorm1d(4)))
     with pytest.raises(CompetingSequences, match="norm"):

@@ -1,12 +1,10 @@
 """What a package index shows of the package, and the workflow of the forge."""
 
 import re
-import zipfile
 
-import pytest
 import yaml
 
-from maintenance import metadata, release
+from maintenance import metadata
 from tests.support.launch import ROOT
 
 REPOSITORY = "https://forge.example/them/ullage"
@@ -40,31 +38,6 @@ def test_the_readme_has_no_link_that_the_rewriting_does_not_see():
         left = re.sub(r"^```.*?^```|`[^`\n]*`", "", left, flags=re.MULTILINE | re.DOTALL)
         targets = re.findall(r"\]\(([^)]*)\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href)=\"([^\"]*)", left, flags=re.MULTILINE)
         assert [t for one in targets for t in one if t and not re.match(r"https?://|#", t)] == []
-
-
-def wheel(folder, monkeypatch, repository):
-    """A wheel with the metadata that hatchling is told, as far as the release check reads it."""
-    monkeypatch.setenv("ULLAGE_REPOSITORY", repository)
-    found = {}
-    metadata.MetadataHook(str(ROOT), {}).update(found)
-    checks = release.Release()
-    folder.mkdir(parents=True)
-    with zipfile.ZipFile(folder / f"ullage-{checks.version}-py3-none-any.whl", "w") as archive:
-        lines = "".join(f"Project-URL: {name}, {url}\n" for name, url in found["urls"].items())
-        archive.writestr(
-            f"ullage-{checks.version}.dist-info/METADATA", f"Name: ullage\n{lines}\n{found['readme']['text']}"
-        )
-    monkeypatch.setattr(release, "BUILD", folder.parent)
-    return checks
-
-
-def test_the_release_check_takes_the_address_of_the_package_and_refuses_none(tmp_path, monkeypatch):
-    checks = wheel(tmp_path / "one" / "dist", monkeypatch, f"{REPOSITORY}/")
-    assert checks.address() == REPOSITORY
-    assert metadata.project_urls(REPOSITORY, "1.2")["Changelog"] == f"{REPOSITORY}/blob/v1.2/CHANGELOG.md"
-    monkeypatch.setattr(metadata, "repository_of", lambda root: "")
-    with pytest.raises(release.Failed, match="make release-check REPOSITORY=https://HOST/OWNER/ullage"):
-        wheel(tmp_path / "other" / "dist", monkeypatch, "").address()
 
 
 def test_the_workflow_runs_what_every_change_must_pass():
