@@ -38,7 +38,7 @@ def as_json(answer: tuple[int, str, str]) -> dict[str, Any]:
     return json.loads(answer[1])
 
 
-def test_inspect_says_what_is_there_and_draws_a_page(run: Run, truth: Truth, tmp_path: Path) -> None:
+def test_inspect_says_what_is_there_draws_a_page_and_conserves_elements(run: Run, truth: Truth, tmp_path: Path) -> None:
     page = tmp_path / "new" / "page.html"
     status, out, err = run("inspect", truth.folder, "--html", page)
     assert (status, err) == (0, "")
@@ -49,9 +49,6 @@ def test_inspect_says_what_is_there_and_draws_a_page(run: Run, truth: Truth, tmp
     assert out.splitlines()[-1] == f"page: {page}"
     assert "embed.weight" in page.read_text()
     assert "rank 2" in page.read_text()
-
-
-def test_inspect_as_json_conserves_elements(run: Run, truth: Truth) -> None:
     found = as_json(run("inspect", truth.tag_folder, "--json"))
     assert found["dp"] == 3
     assert found["problems"] == []

@@ -51,14 +51,11 @@ def test_the_table_says_the_same_and_no_number_is_cut_in_a_narrow_terminal(run, 
     assert [word for word in narrow.split() if word[0].isdigit()] == [word for word in out.split() if word[0].isdigit()]
 
 
-def test_mock_distribution(run):
+def test_mock_distributions_and_files(run, tmp_path):
     found = figures(run, json.dumps(MOCK), "-n", 100, "--seed", 7)
     assert found["source"]["tokens"] == mock_lengths(MOCK, 100, 7).sum()
     assert found["capacity"] == 2048
     assert figures(run, "-", "-n", 100, "--seed", 7, stdin=json.dumps(MOCK).encode()) == found
-
-
-def test_mock_file_is_read_whole(run, tmp_path):
     (tmp_path / "lengths.csv").write_text("5\n6\n7\n")
     (tmp_path / "mock.json").write_text('{"mode": "file", "path": "lengths.csv"}')
     assert figures(run, tmp_path / "mock.json", "-c", 10)["source"]["tokens"] == 18
@@ -108,7 +105,7 @@ def test_cost_of_a_model(run, tmp_path):
     assert run("plan", "chat", "--model", tmp_path, "--linear", 1)[0] == 2
 
 
-def test_oversize(run, tmp_path):
+def test_oversize_and_giants_over_several_ranks(run, tmp_path):
     (tmp_path / "a.txt").write_text("10 200 30 400")
     status, out, err = run("plan", tmp_path / "a.txt", "-c", 100)
     assert (status, out) == (1, "")
@@ -119,9 +116,6 @@ def test_oversize(run, tmp_path):
     found = figures(run, tmp_path / "a.txt", "-c", 100, "--oversize", "truncate")["plan"]
     assert (found["truncated_tokens"], found["num_tokens"]) == (400, 240)
     assert "2 sequences of 600 tokens dropped" in run("plan", tmp_path / "a.txt", "-c", 100, "--oversize", "drop")[1]
-
-
-def test_giants_over_several_ranks(run, tmp_path):
     (tmp_path / "a.txt").write_text("100 30 350 40 20 10")
     found = figures(run, tmp_path / "a.txt", "-c", 100, "-r", 4, "--context-parallel", "auto")
     assert found["plan"]["num_shared"] > 0
@@ -187,18 +181,7 @@ def test_what_is_not_ours_is_kept(run, tmp_path, option):
     assert run("plan", data, "-c", 10, others[option], empty)[0] == 1
 
 
-def test_the_table_names_padded_batches(run, tmp_path):
-    (tmp_path / "a.txt").write_text("5 3 9 1")
-    found = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2)["padded"]
-    assert (found["num_batches"], found["num_microbatches"], found["num_slots"]) == (3, 2, 20)
-    out = run("plan", tmp_path / "a.txt", "-c", 12, "-r", 2)[1]
-    assert "padded" in out
-    assert "(10.0 % padding)" in out
-    shared = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2, "--context-parallel", 2)
-    assert shared["padded"] is None
-
-
-def test_a_row_for_each_capacity(run):
+def test_a_row_for_each_capacity_and_one_for_padded_batches(run, tmp_path):
     found = figures(run, "chat", "-n", 200, "-r", 4, "-c", "500,32768,65_536,32768")["capacities"]
     assert [row["capacity"] for row in found] == [500, 32768, 65536]
     assert "does not fit" in found[0]["error"]
@@ -213,6 +196,14 @@ def test_a_row_for_each_capacity(run):
     assert (status, err) == (0, "")
     assert "Shortest at capacity" in out
     assert max(len(line) for line in out.splitlines() if line.startswith(" ")) <= 80
+    (tmp_path / "a.txt").write_text("5 3 9 1")
+    found = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2)["padded"]
+    assert (found["num_batches"], found["num_microbatches"], found["num_slots"]) == (3, 2, 20)
+    out = run("plan", tmp_path / "a.txt", "-c", 12, "-r", 2)[1]
+    assert "padded" in out
+    assert "(10.0 % padding)" in out
+    shared = figures(run, tmp_path / "a.txt", "-c", 12, "-r", 2, "--context-parallel", 2)
+    assert shared["padded"] is None
 
 
 def test_steps_of_a_data_set(run, tmp_path):

@@ -20,15 +20,12 @@ def upstream(config: dict, n: int, seed: int = 0) -> np.ndarray:
     return np.clip(samples, config["min_seq_len"], config["max_seq_len"]).astype(int)
 
 
-def test_distribution_draws_upstreams_numbers():
+def test_distribution_draws_upstreams_numbers_and_leaves_the_global_generator_alone():
     everything = upstream(LOGNORMAL, 1_000_000)
     np.testing.assert_array_equal(mock_lengths(LOGNORMAL), everything)
     np.testing.assert_array_equal(mock_lengths(LOGNORMAL, n=77), everything[:77])
     np.testing.assert_array_equal(mock_lengths(LOGNORMAL, n=77, seed=3), upstream(LOGNORMAL, 77, 3))
     assert not np.array_equal(mock_lengths(LOGNORMAL, n=77, seed=3), everything[:77])
-
-
-def test_global_generator_is_left_alone():
     np.random.seed(5)  # noqa: NPY002
     before = np.random.get_state()[1].copy()  # noqa: NPY002
     mock_lengths(LOGNORMAL, n=10)

@@ -42,7 +42,7 @@ def test_the_sequences_are_trls_in_no_more_rows(seed):
     assert len(ours) <= len(theirs)
 
 
-def test_longer_sequences_are_refused_cut_or_dropped():
+def test_what_cannot_be_packed_is_named_and_longer_sequences_are_refused_cut_or_dropped():
     dataset = made([5, 0, 9, 8])
     with pytest.raises(InputError, match=r"longer than the capacity \(sequence 2\)"):
         pack_dataset(dataset, 8)
@@ -50,6 +50,18 @@ def test_longer_sequences_are_refused_cut_or_dropped():
     assert [len(ids) for ids, _ in sequences(pack_dataset(dataset, 8, oversize="drop"))] == [5, 8]
     with pytest.raises(InputError, match="no sequence is left to pack"):
         pack_dataset(made([9, 0]), 8, oversize="drop")
+    with pytest.raises(InputError, match=r"a column cannot be packed \(text\)"):
+        pack_dataset(Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}), 8)
+    with pytest.raises(InputError, match=r"lists have other lengths \(labels, row 1\)"):
+        pack_dataset(Dataset.from_dict({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]}), 8)
+    with pytest.raises(InputError, match="no data set that can be packed"):
+        pack_dataset([{"input_ids": [1]}], 8)
+    with pytest.raises(InputError, match=r"no such strategy: expected .*'bfd_split'.* found 'best'"):
+        pack_dataset(made([3]), 8, "best")
+    with pytest.raises(InputError, match="the strategy says what becomes of longer sequences"):
+        pack_dataset(made([3]), 8, "bfd", oversize="drop")
+    with pytest.raises(InputError, match=r"longer than the capacity \(sequence 2\)"):
+        list(pack_dataset(made([5, 0, 9]).to_iterable_dataset(), 8))
 
 
 def test_splits_selections_and_formats_stay():
@@ -60,15 +72,6 @@ def test_splits_selections_and_formats_stay():
     [row] = pack_dataset(chosen, 8)
     assert isinstance(row["input_ids"], np.ndarray)
     assert row["input_ids"].tolist() == [2000, 2001, 2002, 2003, 2004, 0, 1, 2]
-
-
-def test_what_cannot_be_packed_is_named():
-    with pytest.raises(InputError, match=r"a column cannot be packed \(text\)"):
-        pack_dataset(Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}), 8)
-    with pytest.raises(InputError, match=r"lists have other lengths \(labels, row 1\)"):
-        pack_dataset(Dataset.from_dict({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]}), 8)
-    with pytest.raises(InputError, match="no data set that can be packed"):
-        pack_dataset([{"input_ids": [1]}], 8)
 
 
 def rows(packed):
@@ -112,15 +115,6 @@ def test_formats_and_streams_stay_as_with_trl(strategy):
     assert list(pack_dataset(stream, 4, strategy)) == list(trl.pack_dataset(stream, 4, strategy))
     parts = pack_dataset(IterableDatasetDict({"train": stream}), 4, strategy, {"batch_size": 2})
     assert list(parts["train"]) == list(trl.pack_dataset(stream, 4, strategy, {"batch_size": 2}))
-
-
-def test_a_strategy_says_itself_what_becomes_of_longer_sequences():
-    with pytest.raises(InputError, match=r"no such strategy: expected .*'bfd_split'.* found 'best'"):
-        pack_dataset(made([3]), 8, "best")
-    with pytest.raises(InputError, match="the strategy says what becomes of longer sequences"):
-        pack_dataset(made([3]), 8, "bfd", oversize="drop")
-    with pytest.raises(InputError, match=r"longer than the capacity \(sequence 2\)"):
-        list(pack_dataset(made([5, 0, 9]).to_iterable_dataset(), 8))
 
 
 @settings(max_examples=20, deadline=None)

@@ -40,7 +40,7 @@ def story() -> Group:
     return group([4096] * 65, 768, booked=(0,) * 767 + (1024,))
 
 
-def test_a_padding_of_1024_over_three_shards_can_be_seen() -> None:
+def test_a_padding_of_1024_over_three_shards_can_be_seen_on_a_page_that_stands_alone() -> None:
     text = page(story())
     drawn = DrawnPage(text)
     assert "1,024 elements of padding" in text
@@ -53,10 +53,6 @@ def test_a_padding_of_1024_over_three_shards_can_be_seen() -> None:
     assert "768 shards of 348" in text
     assert "book 1,024 of it on rank 767" in text
     assert "−676" in text
-
-
-def test_the_page_stands_alone() -> None:
-    text = page(story())
     assert "<script" not in text
     assert not re.findall(r"https?://|url\((?!#)|@import", text)
     assert "prefers-color-scheme: dark" in text
@@ -64,11 +60,15 @@ def test_the_page_stands_alone() -> None:
     assert len(text) < 200_000
 
 
-def test_names_are_escaped_and_problems_said() -> None:
+def test_names_are_escaped_problems_said_and_tensors_listed() -> None:
     text = page(group([5], 1, ["<b>&.weight"]), problems=(Problem("a shard is missing", rank=3),))
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;.weight" in text
     assert "a shard is missing (rank 3)" in text
+    text = page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(41))))
+    assert '<details class="fold"><summary>41 names</summary>' in text
+    assert text.count("<td>fp32, exp_avg</td>") == 41
+    assert '<details class="fold" open><summary>1 name</summary>' in page(group([5], 1), tensors=states("w"))
 
 
 @settings(deadline=None)
@@ -90,13 +90,6 @@ def test_boxes_fill_every_bar_and_hatch_what_no_fragment_covers(lengths: list[in
             rank = int(row.label.split()[1])
             hatched = sum(box.width for box in row.boxes if box.style == "padding")
             assert abs(hatched * drawn.shard_size / 100 - padding[rank]) < 0.01
-
-
-def test_tensors_are_listed_with_their_states() -> None:
-    text = page(group([5], 1), tensors=states(*(f"l.{i}.w" for i in range(41))))
-    assert '<details class="fold"><summary>41 names</summary>' in text
-    assert text.count("<td>fp32, exp_avg</td>") == 41
-    assert '<details class="fold" open><summary>1 name</summary>' in page(group([5], 1), tensors=states("w"))
 
 
 @pytest.mark.slow
