@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.train_verb import base_model, jsonl, losses, record, steps_saved, texts, train, train_in
 from ullage.cli.train import Parser, decided, settings_of
-from ullage.core.errors import CheckpointError, InputError, UsageError
+from ullage.core.errors import InputError, UsageError
 from ullage.datasets import split_held_out
 from ullage.datasets.text import read_samples
 from ullage.report.run import read_run
@@ -156,21 +156,6 @@ def test_a_call_that_resumes_begins_where_there_is_no_checkpoint(data, tmp_path,
     assert losses(out) == whole
     assert not list(out.glob("_*"))
     assert "goes on" not in capsys.readouterr().out
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_refused(data, tmp_path):
-    arguments = ["--data", data, *TINY, "--max_steps", 6, "--save_steps", 2, "--save_total_limit", 3]
-    arguments += ["--eval_strategy", "no"]
-    train(*arguments, "--output_dir", tmp_path / "run")
-    folder = tmp_path / "killed"
-    shutil.copytree(tmp_path / "run", folder)
-    record(folder, finished=False)
-    os.truncate(folder / "checkpoint-6" / "optimizer.pt", 100)
-    with pytest.raises(CheckpointError, match=r"this checkpoint is damaged .*Take .*/checkpoint-4"):
-        train(*arguments, "--output_dir", folder, "--resume_from_checkpoint", folder / "checkpoint-6")
-    train(*arguments, "--output_dir", folder)
-    assert losses(folder) == losses(tmp_path / "run")
-    assert (folder / "checkpoint-6.damaged").is_dir()
 
 
 def test_overwriting_starts_over_and_a_folder_of_anothers_model_is_left_alone(data, tmp_path):
