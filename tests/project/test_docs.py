@@ -5,7 +5,6 @@ they name, small ones. What a page shows as output is compared with the real one
 """
 
 import ast
-import functools
 import json
 import re
 import subprocess
@@ -29,16 +28,11 @@ from tests.support.page_blocks import (
     SHELL,
     added,
     blocks_of,
+    commands_of,
     differences,
     python_script,
 )
-from tests.support.page_files import (
-    MADE_BY_PYTHON,
-    READERS_OWN,
-    commands_of,
-    prepare,
-    run_shell,
-)
+from tests.support.page_files import READERS_OWN, prepare
 
 #: Pages whose Python trains for longer, or loads an engine.
 SLOW = {
@@ -68,14 +62,8 @@ def pages_with(condition, slow=()):
     ]
 
 
-@pytest.fixture(scope="module")
-def run_python(tmp_path_factory):
-    """Runs a page's Python, once."""
-    return functools.cache(lambda page: _run_python(page, tmp_path_factory.mktemp(page.stem)))
-
-
-def _run_python(page, folder):
-    """The folder that the page's Python ran in, what each of its lines printed, and stderr."""
+def run_python(page, folder):
+    """What each line of the page's Python printed, and stderr."""
     script, notes = folder / "page.py", folder / ".prints"
     # The first line of a page is never code.
     script.write_text("from tests.support.page_prints import print" + python_script(page))
@@ -88,21 +76,18 @@ def _run_python(page, folder):
     printed: dict[int, list[str]] = {}
     for line, text in map(json.loads, notes.read_text().splitlines()):
         printed.setdefault(line, []).append(text)
-    return folder, printed, done.stderr
-
-
-def is_pasted(page):
-    """Whether all that the commands of a page need is on the page."""
-    return str(page.relative_to(ROOT)) not in READERS_OWN
+    return printed, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("page", [case for case in pages_with(commands_of) if is_pasted(case.values[0])])
+@pytest.mark.parametrize("page", pages_with(commands_of))
 def test_a_page_runs_as_pasted_in_an_empty_folder(page, tmp_path):
-    """Python and commands in the order of the page, in one folder, which is empty at first."""
+    """Python and commands in the order of the page, in one folder, which holds what the reader has, or nothing."""
     script, folder = tmp_path / "page.py", tmp_path / "pasted"
     folder.mkdir()
+    if str(page.relative_to(ROOT)) in READERS_OWN:
+        prepare(BLOCKS[page], folder)
     start = "from tests.support.page_prints import print; from tests.support.page_files import run_pasted"
     script.write_text(start + python_script(page, with_shell=True))
     settings = {"PAGE_PRINTS": str(tmp_path / "prints"), **variables(server())}
@@ -137,8 +122,8 @@ def wrong_comments(page, printed):
 
 
 @pytest.mark.parametrize("page", pages_with(lambda block: block.language == "python" and not block.why_not, SLOW))
-def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, run_python):
-    _, printed, errors = run_python(page)
+def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
+    printed, errors = run_python(page, tmp_path)
     assert list(wrong_comments(page, printed)) == []
     for block, output in zip(BLOCKS[page], BLOCKS[page][1:]):
         if block.language == "python" and output.language in OUTPUT and not output.why_not:
@@ -147,24 +132,6 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, run_pytho
             assert differences(output.text, text) == [], output.place
     warnings = [line for line in errors.splitlines() if re.search(r"Warning:|WARNING|^W\d{4} ", line)]
     assert [line for line in warnings if not any(known in line for known in OTHERS_WARNINGS)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [case for case in pages_with(commands_of) if not is_pasted(case.values[0])])
-def test_the_commands_of_a_page_run_and_print_what_the_page_says(page, tmp_path, run_python):
-    blocks, folder = BLOCKS[page], tmp_path / "shell"
-    folder.mkdir()
-    made_by_python = run_python(page)[0] if str(page.relative_to(ROOT)) in MADE_BY_PYTHON else tmp_path
-    prepare(blocks, folder, made_by_python)
-    for block, output in zip(blocks, [*blocks[1:], None]):
-        text = commands_of(block)
-        if not text or "pip install" in text:
-            continue
-        done = run_shell(text, folder, tmp_path)
-        assert done.returncode == 0, f"{block.place}\n{text}{done.stdout[-3000:]}"
-        assert "Traceback" not in done.stdout, f"{block.place}\n{done.stdout[-3000:]}"
-        if output is not None and output.language in OUTPUT and not output.why_not:
-            assert differences(output.text, done.stdout) == [], f"{output.place}\n{done.stdout}"
 
 
 def test_every_block_runs_or_says_why_not():

@@ -63,6 +63,16 @@ def blocks_of(page: Path | str) -> list[Block]:
     return found
 
 
+def commands_of(block: Block) -> str:
+    """What a block runs in a shell; empty for one that is no shell's, or is not to be run."""
+    if block.why_not:
+        return ""
+    if block.language in SHELL:
+        return block.text
+    new = added(block.text) if block.language == "diff" else ""
+    return new if new.startswith("ullage ") else ""
+
+
 def python_script(page: Path | str, *, with_shell: bool = False) -> str:
     """The Python blocks that run, each in its own lines, so that a traceback names the page's.
 
@@ -73,7 +83,7 @@ def python_script(page: Path | str, *, with_shell: bool = False) -> str:
         if block.language == "python" and not block.why_not:
             code = block.text.splitlines()
             lines[block.line : block.line + len(code)] = code
-        elif with_shell and block.language in SHELL and not block.why_not and "pip install" not in block.text:
+        elif with_shell and commands_of(block) and "pip install" not in block.text:
             lines[block.line] = f"run_pasted({str(page)!r}, {block.line})"
     return "\n".join(lines) + "\n"
 

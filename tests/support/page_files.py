@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.forked import ROOT, environment, shell_tools
-from tests.support.page_blocks import OUTPUT, SHELL, Block, added, blocks_of, differences
+from tests.support.page_blocks import OUTPUT, Block, blocks_of, commands_of, differences
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 #: Files and folders that a page's Python blocks have made by the time its shell blocks run.
@@ -21,7 +21,7 @@ MADE_BY_PYTHON = {
     "docs/start.md": ("texts.jsonl",),
     "docs/fsdp.md": ("runs/trainer/checkpoint-3",),
 }
-#: Pages whose commands take a file or a model that the reader has, and which one. All others run in an empty folder.
+#: Pages whose commands take a file or a model that the reader has, and which one. All others begin in an empty folder.
 READERS_OWN = {
     "docs/checkpoints.md": "the checkpoint of a Trainer",
     "docs/fsdp.md": "the checkpoint of a DeepSpeed run",
@@ -31,20 +31,10 @@ READERS_OWN = {
 }
 
 
-def commands_of(block: Block) -> str:
-    """What a block runs in a shell; empty for one that is no shell's, or is not to be run."""
-    if block.why_not:
-        return ""
-    if block.language in SHELL:
-        return block.text
-    new = added(block.text) if block.language == "diff" else ""
-    return new if new.startswith("ullage ") else ""
-
-
-def prepare(blocks: list[Block], folder: Path, made_by_python: Path) -> None:
+def prepare(blocks: list[Block], folder: Path, made_by_python: Path | None = None) -> None:
     """Makes in ``folder`` whatever the shell blocks among ``blocks`` name of :data:`FILES`."""
     shell = "\n".join(filter(None, map(commands_of, blocks)))
-    for name in MADE_BY_PYTHON.get(str(blocks[0].page.relative_to(ROOT)), ()):
+    for name in MADE_BY_PYTHON.get(str(blocks[0].page.relative_to(ROOT)), ()) if made_by_python else ():
         copy = shutil.copytree if (made_by_python / name).is_dir() else shutil.copy
         copy(made_by_python / name, folder / name)
     for name, make in FILES.items():
@@ -59,7 +49,7 @@ def run_pasted(page: str, line: int) -> None:
     blocks = blocks_of(page)
     number = next(i for i, block in enumerate(blocks) if block.line == line)
     block = blocks[number]
-    done = run_shell(block.text, Path.cwd(), Path.cwd().parent)
+    done = run_shell(commands_of(block), Path.cwd(), Path.cwd().parent)
     if done.returncode or "Traceback" in done.stdout:
         raise AssertionError(f"{block.place}: status {done.returncode}\n{block.text}{done.stdout[-3000:]}")
     output = blocks[number + 1] if number + 1 < len(blocks) else None
