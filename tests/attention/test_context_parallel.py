@@ -29,7 +29,7 @@ def test_more_models_give_what_one_process_gives():
 @pytest.mark.slow
 def test_hybrids_give_what_one_process_gives():
     """Delta rule, scan and short convolution; a row of one sequence leaves ranks without any."""
-    for worst in values(run(cases.hybrids, 3, ["qwen3_next", "mamba2", "lfm2"])):
+    for worst in values(run(cases.models_in_worlds, 3, list(cases.HYBRIDS))):
         assert_small(worst, 2e-5)
 
 

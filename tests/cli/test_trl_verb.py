@@ -14,7 +14,7 @@ import trl.scripts
 import yaml
 
 from tests.support import forked, picture_parts
-from tests.support.train_verb import history
+from tests.support.train_verb import history, jsonl
 from tests.support.trl_cases import model, text, tokenizer
 from tests.support.trl_preferences import pairs, unpaired
 from ullage.cli.trl import METHODS, _launcher_call, _local, _parse, _parser_of, _stopping, _use_end_token
@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
     }
     for name, of_name in rows.items():
         (folder / name).mkdir()
-        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
+        jsonl(folder / name / "train.jsonl", of_name)
     (folder / "rewards.py").write_text(
         "def first(completions, **_):\n    return [float(sum(map(ord, each[0]['content'])) % 7) for each in completions]\n"
     )
@@ -220,11 +220,6 @@ def test_a_signal_ends_it_with_a_checkpoint_and_the_same_command_goes_on(folder,
     if not launched:
         run(folder, *COMMAND, "sft", *path, "--resume_from_checkpoint", "auto", "--max_steps", steps + 2)
         assert [row["step"] for row in history(folder / word) if "loss" in row] == [*range(1, steps + 3)]
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def local(method="sft", **said):

@@ -27,6 +27,7 @@ MORE_MODELS = {
     "mistral": WINDOWED, "gpt2": GPT2, "qwen3": {}, "phi3": {"sliding_window": 100}, "deepseek_v3": LATENT,
     "mixtral": {"num_local_experts": 4},
 }  # fmt: skip
+HYBRIDS = ("qwen3_next", "mamba2", "lfm2")
 #: Unequal sequences: of one token, shorter than the slices, longer than all the others together.
 ROWS = ((1, 7, 33, 2, 20, 7, 7, 150, 1), (3,), (1, 1, 1, 1, 1))
 
@@ -69,42 +70,32 @@ def differences(model, batch, axis, expected):
 
 
 def models_in_worlds(rank, world, names):
+    """Also packed hybrids: mixers on whole sequences, of which a rank has none in the second row, and one run recomputed."""
     groups = groups_of(rank, range(1, world + 1))
     worst = {}
     for name in names:
-        model = build(name, **{**MODELS, **MORE_MODELS}[name])
+        is_hybrid = name in HYBRIDS
+        if is_hybrid:
+            pack_model(model := tiny_model(name, "causal", seed=1))
+        else:
+            model = build(name, **{**MODELS, **MORE_MODELS}[name])
         require_context_parallel(model)
-        for number, lengths in enumerate(ROWS[: 3 if name == "llama" else 1]):
-            batch = RaggedBatch.from_samples(samples_of(lengths))
+        for number, lengths in enumerate(ROWS[: 3 if is_hybrid or name == "llama" else 1]):
+            samples = samples_of(lengths)
+            if is_hybrid:
+                samples = [{key: ids % VOCABULARY for key, ids in each.items()} for each in samples]
+            batch = RaggedBatch.from_samples(samples, pad_to_multiple_of=3 if is_hybrid and number == 0 else 1)
             expected = reference(model, batch)
-            for size, (group, member) in groups.items():
-                axis = Axis.from_group(group, "cp") if member else None
-                if member:
-                    worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
-    return worst
-
-
-def hybrids(rank, world, names):
-    """Packed hybrids: mixers on whole sequences, of which a rank has none in the second row, and in one run recomputed."""
-    groups = groups_of(rank, range(1, world + 1))
-    worst = {}
-    for name in names:
-        model = tiny_model(name, "causal", seed=1)
-        pack_model(model)
-        require_context_parallel(model)
-        for number, lengths in enumerate(ROWS):
-            samples = [{key: ids % VOCABULARY for key, ids in each.items()} for each in samples_of(lengths)]
-            batch = RaggedBatch.from_samples(samples, pad_to_multiple_of=3 if number == 0 else 1)
-            expected = reference(model, batch)
-            model.train(number == 0)
+            model.train(is_hybrid and number == 0)
             for size, (group, member) in groups.items():
                 if member:
                     axis = Axis.from_group(group, "cp")
                     worst[f"{name}, row {number}, cp {size}"] = differences(model, batch, axis, expected)
             model.eval()
-        model.train()
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        worst[f"{name}, recomputed"] = differences(model, batch, Axis.world(), expected)
+        if is_hybrid:
+            model.train()
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            worst[f"{name}, recomputed"] = differences(model, batch, Axis.world(), expected)
     return worst
 
 
