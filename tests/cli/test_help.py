@@ -61,30 +61,6 @@ def test_completion(line, words):
     assert completed(line) == words
 
 
-def test_bash_itself_completes(tmp_path):
-    """A real bash, with the script that --show-completion prints; the program stands where an installation puts it."""
-    program = tmp_path / "ullage"
-    program.write_text(f"#!{sys.executable}\nfrom ullage.cli import main\nmain()\n")
-    program.chmod(0o755)
-    script = run(_ULLAGE_COMPLETE="source_bash").output
-    lines = [
-        script,
-        'COMP_WORDS=(ullage insp); COMP_CWORD=1; _ullage_completion ullage; echo "${COMPREPLY[@]}"',
-        'COMP_WORDS=(ullage plan --sync ""); COMP_CWORD=3; _ullage_completion ullage; echo "${COMPREPLY[@]}"',
-        "complete -p ullage",
-    ]
-    path = f"{tmp_path}:/usr/bin:/bin"
-    environment = {"PATH": path, "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "--norc", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.splitlines() == [
-        "inspect",
-        "microbatch step",
-        "complete -o default -F _ullage_completion ullage",
-    ], done.stderr
-
-
 def test_completing_loads_none_of_the_heavy_libraries():
     code = (
         "import sys\nfrom ullage.cli import main\ntry: main()\nexcept SystemExit: pass\n"

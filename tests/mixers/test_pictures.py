@@ -244,30 +244,23 @@ def test_a_rank_with_text_alone_waits_for_no_other():
                 assert other == pytest.approx(expected, rel=1e-5), model_type
 
 
-def _any(self, *args, **kwargs):
+def features(self, *args, **kwargs):
     return super(type(self), self).get_image_features(*args, **kwargs)
 
 
-def _with_default(self, pixel_values, *args, scale=1.0, **kwargs):
-    return super(type(self), self).get_image_features(pixel_values * scale, *args, **kwargs)
-
-
-def _renamed(self, pixels, grid=None, /, **kwargs):
-    return super(type(self), self).get_image_features(pixels, grid, **kwargs)
-
-
-def _only_keywords(self, **kwargs):
-    return super(type(self), self).get_image_features(**kwargs)
+def with_default(self, pixel_values, *args, scale=1.0, **kwargs):
+    return features(self, pixel_values * scale, *args, **kwargs)
 
 
 @pytest.mark.regression
-@pytest.mark.parametrize(
-    ("model_type", "own"),
-    [
-        *(("qwen2_5_vl", own) for own in (_any, _with_default, _renamed)),  # which calls it by place
-        *(("mistral3", own) for own in (_with_default, _only_keywords)),  # by name, image by image
-    ],
-)
+@pytest.mark.parametrize(("model_type", "own"), [
+    # The first calls it by place, the second by name and image by image.
+    ("qwen2_5_vl", features),
+    ("qwen2_5_vl", with_default),
+    ("qwen2_5_vl", lambda self, pixels, grid=None, /, **kwargs: features(self, pixels, grid, **kwargs)),
+    ("mistral3", with_default),
+    ("mistral3", lambda self, **kwargs: features(self, **kwargs)),
+])  # fmt: skip
 def test_features_of_ones_own_get_what_the_model_gives_them(model_type, own):
     model, samples = made(model_type, images=(1, 0, 2), clips=False)
     model.model.__class__ = type("Own", (type(model.model),), {"get_image_features": own})
