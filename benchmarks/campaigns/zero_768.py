@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -43,6 +44,15 @@ GRIDS: dict[str, tuple[str, int, int]] = {
 }
 
 
+def file_names(folder: Path) -> dict[str, int]:
+    """How many files of each kind a checkpoint has, their numbers replaced by ``*``."""
+    kinds: dict[str, int] = {}
+    for path in folder.iterdir():
+        kind = re.sub(r"\d+", "*", path.name)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return dict(sorted(kinds.items()))
+
+
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -60,7 +70,7 @@ def measure(name: str, ranks: int, work: Path) -> dict[str, Any]:
         "tp": tp,
         "pp": pp,
         "write_seconds": time.perf_counter() - began,
-        "files": zero_grids.file_names(truth.tag_folder),
+        "files": file_names(truth.tag_folder),
         "source_bytes": size_of(truth.tag_folder),
     }
     began = time.perf_counter()

@@ -13,10 +13,9 @@ pytestmark = [pytest.mark.parity, pytest.mark.slow]
 )
 def test_what_was_cut_comes_back(kind, ranks, tp, pp, tmp_path):
     truth = real_zero.write(tmp_path / "run", zero_grids.recipe(kind, ranks, tp=tp, pp=pp))
-    names = zero_grids.file_names(truth.tag_folder)
     if kind == "pipeline":
-        assert names["layer_*-model_*-model_states.pt"] == 2 * pp * tp
-    assert names["bf*_zero_pp_rank_*_mp_rank_*_optim_states.pt"] == ranks
+        assert len([*truth.tag_folder.glob("layer_*-model_*-model_states.pt")]) == 2 * pp * tp
+    assert len([*truth.tag_folder.glob("bf*_zero_pp_rank_*_mp_rank_*_optim_states.pt")]) == ranks
     inventory = checkpoint.read(truth.folder)
     assert inventory.problems() == []
     assert (inventory.written_by.dp, inventory.written_by.tp, inventory.written_by.pp) == (ranks // tp // pp, tp, pp)

@@ -101,20 +101,6 @@ def config(job: Job) -> dict[str, Any]:
     return made | job.config.get("other", {})
 
 
-def expert_sizes(engine: Any) -> dict[int, int]:
-    """By identity of a parameter of experts: its expert-parallel size."""
-    return {
-        id(p): int(p.group_name.removeprefix("ep_size_"))
-        for p in engine.module.parameters()
-        if getattr(p, "allreduce", True) is False
-    }
-
-
-def global_name(name: str, place: int, local_experts: int) -> str:
-    found = LOCAL.fullmatch(name)
-    return f"{found[1]}{place * local_experts + int(found[2])}{found[3]}" if found else name
-
-
 def held_by(engine: Any) -> dict[str, Any]:
     """What this rank knows of every tensor, by the name that a converted checkpoint has, gathered over its group.
 
@@ -123,7 +109,11 @@ def held_by(engine: Any) -> dict[str, Any]:
     from deepspeed.utils import groups
 
     zero = engine.optimizer
-    sizes = expert_sizes(engine)
+    sizes = {
+        id(p): int(p.group_name.removeprefix("ep_size_"))
+        for p in engine.module.parameters()
+        if getattr(p, "allreduce", True) is False
+    }
     locals_ = {
         f"{prefix}." if prefix else "": module.num_local_experts
         for prefix, module in engine.module.named_modules()
@@ -140,7 +130,8 @@ def held_by(engine: Any) -> dict[str, Any]:
                 place = ep_rank(module.ep_size)
                 if STACKED.fullmatch(name):
                     stacked[name] = (place * count, (place + 1) * count)
-                return global_name(name, place, count)
+                if found := LOCAL.fullmatch(name):
+                    return f"{found[1]}{place * count + int(found[2])}{found[3]}"
         return name
 
     for name, p in engine.module.named_parameters():

@@ -5,7 +5,6 @@ layers; tensor-parallel ranks cut column-parallel weights along dimension 0, row
 hold norms alike, as the patterns of ``universal_checkpoint_info`` say.
 """
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +90,3 @@ def differences(truth: Truth, universal: Path, safetensors: Path) -> list[str]:
 
 def _equal(got: torch.Tensor, want: np.ndarray) -> bool:
     return got.dtype == torch.float32 and not (got == SENTINEL).any() and torch.equal(got, torch.from_numpy(want))
-
-
-def file_names(folder: Path) -> dict[str, int]:
-    """How many files of each kind a checkpoint has, their numbers replaced by ``*``."""
-    kinds: dict[str, int] = {}
-    for path in folder.iterdir():
-        kind = re.sub(r"\d+", "*", path.name)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return dict(sorted(kinds.items()))
