@@ -1,8 +1,6 @@
 """Run by torchrun: the same run saved with and without waiting, what it resumes to, and a writer that fails."""
 
-import contextlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,29 +8,22 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.packing_script import zero
 from tests.support.processes import raised
-from tests.support.small_runs import losses, quiet
+from tests.support.small_runs import losses, quiet, serve
+from ullage.core.replacing import replaced
 from ullage.training import RaggedCollator, Trainer
 from ullage.training.saving.background import Snapshot
 
 #: Files whose bytes are the same too. In others pickle writes equal strings once or twice, as they are one object or two.
 BYTES = ("model.safetensors", "optimizer.pt", "scheduler.pt")
+_FSDP = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
 #: What a run of each kind is asked for with.
 KINDS = {
     "ddp": {},
-    **{
-        f"zero{stage}": {
-            "deepspeed": {
-                "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gathered},
-                "zero_allow_untested_optimizer": True,
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-            }
-        }
-        for stage, gathered in ((1, True), (2, True), (3, False))
-    },
-    "fsdp": {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}},
-    "fsdp, sharded": {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
+    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)},
+    "fsdp": {"fsdp": True, "fsdp_config": _FSDP},
+    "fsdp, sharded": {"fsdp": True, "fsdp_config": {**_FSDP, "state_dict_type": "SHARDED_STATE_DICT"}},
 }
 
 
@@ -107,41 +98,32 @@ def compared(folder: Path, kind: str) -> dict:
     }
 
 
-@contextlib.contextmanager
-def failing(step: int):
-    """Within it the writer of rank 1 meets a full disk at one step."""
-    write = Snapshot.write
+def failed(folder: Path, kind: str, step: int, **options) -> dict:
+    """A run in which the writer of rank 1 meets a full disk at one step."""
+    trainer, write = make(folder, kind, async_save=True, **options), Snapshot.write
 
     def full(self) -> None:
         if dist.get_rank() == 1 and any(f"checkpoint-{step}" in str(path) for path, _ in self._files):
             raise OSError(28, "No space left on device")
         write(self)
 
-    Snapshot.write = full
-    try:
-        yield
-    finally:
-        Snapshot.write = write
-
-
-def failed(folder: Path, kind: str, step: int, **options) -> dict:
-    trainer = make(folder, kind, async_save=True, **options)
-    with failing(step):
+    with replaced(Snapshot, "write", full):
         said = raised(trainer.train) or "nothing"
     dist.barrier()
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("_"))
     return {"said": said, "step": trainer.state.global_step, "there": names}
 
 
+def everything(folder: str, kind: str) -> dict:
+    place = Path(folder, kind.replace(", ", "-"))
+    if kind == "fsdp, sharded":
+        return {"said": raised(lambda: make(place, kind, async_save=True).train())}
+    return {
+        **compared(place, kind),
+        "failed": failed(place / "failed", kind, 2),
+        "failed at the end": failed(place / "failed at the end", kind, 4, max_steps=4),
+    }
+
+
 if __name__ == "__main__":
-    folder, kinds = Path(sys.argv[1]), sys.argv[2].split(";")
-    found = {}
-    for kind in kinds:
-        place = folder / kind.replace(", ", "-")
-        if kind == "fsdp, sharded":
-            found[kind] = {"said": raised(lambda: make(place, kind, async_save=True).train())}  # noqa: B023
-            continue
-        found[kind] = compared(place, kind)
-        found[kind]["failed"] = failed(place / "failed", kind, 2)
-        found[kind]["failed at the end"] = failed(place / "failed at the end", kind, 4, max_steps=4)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    serve(everything)

@@ -12,17 +12,16 @@ import pytest
 import torch
 import transformers
 
-from tests.support.async_script import BYTES, differing, losses
+from tests.support import async_script
+from tests.support.async_script import BYTES, differing
 from tests.support.kill_save import Runs
-from tests.support.launch import torchrun
+from tests.support.small_runs import losses, on_ranks
 from tests.training import test_saving
 from tests.training.test_saving import Line, names
 from ullage.core.errors import InputError, TrainingError
 from ullage.training import RaggedTrainerMixin, Trainer, TrainingArguments
 from ullage.training.saving.background import HostMemory, Snapshot
 from ullage.training.saving.damage import examine
-
-SCRIPT = Path(__file__).parents[1] / "support" / "async_script.py"
 
 
 class Counting(Line):
@@ -191,10 +190,8 @@ def test_a_snapshot_writes_the_bytes_that_a_save_writes(tmp_path):
 @pytest.mark.parametrize("kinds", [["ddp", "zero2", "zero3"], ["fsdp", "fsdp, sharded"]])
 def test_ranks_save_what_they_would_have_waited_for_and_fail_together(tmp_path, kinds):
     """Two processes; a process that has trained otherwise cannot shard by accelerate any more."""
-    torchrun(2, SCRIPT, tmp_path, ";".join(kinds), DS_BUILD_OPS="0")
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert sorted(found) == sorted(kinds)
+    ranks = on_ranks(2, async_script, tmp_path, {kind: [kind] for kind in kinds}, DS_BUILD_OPS="0")
+    for rank, found in enumerate(ranks):
         if "fsdp" in kinds:
             sharded = found.pop("fsdp, sharded")["said"]
             assert "InputError: FSDP's ranks write their shards together" in sharded

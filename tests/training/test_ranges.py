@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import forked
+from tests.support.checkpoints import convert_with_deepspeed
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
 from tests.support.real_zero import Recipe
 from ullage.checkpoint.core.manifest import blocks_of, files_in, sums, write_manifest
@@ -81,11 +80,8 @@ def test_what_deepspeeds_own_converter_wrote_is_read_bit_for_bit(tmp_path: Path,
     recipe = replace(BASE, stage=stage, dp=2, frozen=frozen, weight_decay=[0.1, 0.0])
     write_sources(tmp_path / "sources", {"converted": recipe})
     source = tmp_path / "sources" / "converted" / "global_step7"
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
-    command += ["--output_folder", str(tmp_path / "sources" / "converted" / "global_step7_universal")]
-    command += ["--inject_missing_state", "--num_extract_workers", "1"]
-    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    status, said = convert_with_deepspeed(source, source.with_name("global_step7_universal"), "--inject_missing_state")
+    assert status == 0, said
     shutil.rmtree(source)
     (source.parent / "latest").unlink(missing_ok=True)
     rows = load_everywhere(tmp_path / "sources", tmp_path / "results", replace(recipe, dp=1), 3)

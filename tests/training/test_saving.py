@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support import packing_script
+from tests.support.checkpoints import flip
 from tests.support.launch import full_disk
 from tests.support.small_runs import losses, quiet
 from ullage.core.errors import CheckpointError, TrainingError
@@ -84,15 +85,6 @@ def test_a_model_is_saved_file_by_file_and_others_files_stay(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes()[:4] != b"torn"
     trainer.save_model(str(tmp_path / "else"))
     assert names(tmp_path / "else") == ["model.safetensors", "training_args.bin"]
-
-
-def flip(path: Path) -> None:
-    """One bit in the middle."""
-    with open(path, "r+b") as stream:
-        stream.seek(path.stat().st_size // 2)
-        [byte] = stream.read(1)
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 1]))
 
 
 def cut(path: Path) -> None:
