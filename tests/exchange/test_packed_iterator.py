@@ -1,6 +1,7 @@
 """The packed iterator on real processes: every sequence once, equal totals, errors everywhere, resume, death."""
 
-import numpy as np
+import functools
+
 import pytest
 import torch
 
@@ -135,21 +136,36 @@ def test_two_iterators_do_not_disturb_each_other_or_the_main_thread(ranks):
     assert [rank["two_at_once"] for rank in ranks] == [want] * 3
 
 
-GRIDS = [
-    ({"dp": 2, "cp": 2}, "every", "zigzag"),
-    ({"dp": 2, "cp": 2}, "every", "contiguous"),
-    ({"tp": 2, "dp": 2}, "ends", "zigzag"),
-    ({"pp": 4, "tp": 2}, "ends", "zigzag"),
-    ({"dp": 2, "pp": 2, "tp": 2}, "stages", "zigzag"),
-    pytest.param({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag", marks=pytest.mark.slow),
-    pytest.param({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "stages", "contiguous", marks=pytest.mark.slow),
+#: By number of ranks: sizes, who owns data, order of slices.
+GRIDS = {
+    4: [({"dp": 2, "cp": 2}, "every", "zigzag"), ({"dp": 2, "cp": 2}, "every", "contiguous"),
+        ({"tp": 2, "dp": 2}, "ends", "zigzag")],
+    8: [({"pp": 4, "tp": 2}, "ends", "zigzag"), ({"dp": 2, "pp": 2, "tp": 2}, "stages", "zigzag")],
+    16: [({"dp": 2, "pp": 2, "tp": 2, "cp": 2}, "ends", "zigzag"),
+         ({"tp": 2, "cp": 2, "pp": 2, "dp": 2}, "stages", "contiguous")],
+}  # fmt: skip
+#: Where one rank's sample is broken, on eight ranks.
+BROKEN = [
+    ({"dp": 2, "tp": 2, "pp": 2}, "ends", [1, 0, 0, 0]),
+    ({"dp": 2, "tp": 2, "pp": 2}, "ends", [0, 0, 0, 1]),
+    ({"dp": 2, "cp": 2, "tp": 2}, "every", [1, 1, 0, 0]),
+    ({"dp": 2, "pp": 2, "tp": 2}, "stages", [0, 0, 0, 1]),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "owners", "order"), GRIDS)
-def test_shares_and_slices_are_the_microbatch_on_every_topology(sizes, owners, order):
-    world = int(np.prod(list(sizes.values())))
-    ranks = values(run(cases.whole_topology, world, sizes, owners, order))
+@pytest.fixture(scope="module")
+def topologies():
+    """``of(world)``: what each rank of that many found of all their topologies, in one world."""
+    return functools.cache(lambda world: values(run(cases.topologies, world, GRIDS[world], BROKEN)))
+
+
+@pytest.mark.parametrize(("world", "number"), [
+    *((4, number) for number in range(3)), (8, 0), (8, 1),
+    *(pytest.param(16, number, marks=pytest.mark.slow) for number in range(2)),
+])  # fmt: skip
+def test_shares_and_slices_are_the_microbatch_on_every_topology(topologies, world, number):
+    sizes, owners, _ = GRIDS[world][number]
+    ranks = [rank["grids"][number] for rank in topologies(world)]
     totals = [[step[:4] for step in rank["steps"]] for rank in ranks]
     assert all(total == totals[0] for total in totals)
     assert [step[1] for step in totals[0]] == [
@@ -175,27 +191,17 @@ def test_shares_and_slices_are_the_microbatch_on_every_topology(sizes, owners, o
             assert rank["fields"] == want
 
 
-def test_one_broken_sample_raises_on_every_rank_of_a_topology():
-    broken = [
-        ({"dp": 2, "tp": 2, "pp": 2}, "ends", [1, 0, 0, 0]),
-        ({"dp": 2, "tp": 2, "pp": 2}, "ends", [0, 0, 0, 1]),
-        ({"dp": 2, "cp": 2, "tp": 2}, "every", [1, 1, 0, 0]),
-        ({"dp": 2, "pp": 2, "tp": 2}, "stages", [0, 0, 0, 1]),
-    ]
-    for lines in zip(*values(run(cases.whole_topology_failures, 8, broken)), strict=True):
+def test_one_broken_sample_raises_on_every_rank_of_a_topology(topologies):
+    for lines in zip(*(rank["broken"] for rank in topologies(8)), strict=True):
         assert all("'id'" in line for line in lines), lines
         assert sum(line.startswith("InputError") for line in lines) == 1
 
 
-def test_stages_out_of_step_raise_everywhere():
-    lines = values(run(cases.out_of_step, 4))
-    assert all("out of step" in line for line in lines), lines
-
-
-def test_a_topology_that_does_not_cover_the_world_raises_on_every_rank():
+def test_stages_out_of_step_and_a_topology_that_does_not_cover_the_world_raise_on_every_rank(topologies):
     words = ["multiply", "multiply", "multiply", "unknown names", "", "no such owners", "no process group", "owners"]
-    for raised in values(run(cases.bad_topologies, 4)):
-        for word, line in zip(words, raised, strict=True):
+    for rank in topologies(4):
+        assert "out of step" in rank["out of step"]
+        for word, line in zip(words, rank["bad"], strict=True):
             assert line is not None
             assert word in line
 

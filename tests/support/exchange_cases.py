@@ -474,9 +474,14 @@ def whole_topology(rank, world, sizes, owners, order):
     return {"place": place, "steps": report, "state": state, "fields": fields}
 
 
-def whole_topology_failures(rank, world, broken):
-    """One rank's sample is broken: every rank of the world raises, wherever it stands."""
-    return [_failure(world, *case) for case in broken]
+def topologies(rank, world, grids, broken):
+    """What a rank found of every topology of its world; on eight where one rank's sample is broken, wherever it stands."""
+    found = {"grids": [whole_topology(rank, world, *grid) for grid in grids]}
+    if world == 8:
+        found["broken"] = [_failure(world, *case) for case in broken]
+    if world == 4:
+        found |= {"out of step": out_of_step(rank, world), "bad": bad_topologies(rank, world)}
+    return found
 
 
 def _failure(world, sizes, owners, where):
