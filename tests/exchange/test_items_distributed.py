@@ -39,5 +39,4 @@ def test_what_cannot_be_carried_whole_is_an_error_on_every_rank_that_names_the_o
     everybody = [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert sorted(cases.flat(raised["cut text"] for raised in found)) == everybody
     assert sorted(cases.flat(raised["dropped"] for raised in found)) == [i for i in everybody if i != 11]
-
     assert all("a batch with items cannot be cut for context parallel" in rank["cut_for_context"] for rank in ranks)

@@ -209,7 +209,7 @@ def run(job: Job, rank: int) -> dict[str, Any]:
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 BY_MPU, BY_MESH = ({"kind": "sequence_parallel", "options": {"by": by}} for by in ("mpu", "mesh"))
-#: Runs: (ranks, stage, configuration).
+#: Runs: (ranks, stage, configuration). The first nine are read whole by one test, the others by tests of their own.
 RUNS = {
     "hpz": (4, 3, {"kind": "plain", "zero_optimization": {"zero_hpz_partition_size": 2}}),
     "offloaded to the CPU": (2, 3, {"kind": "plain", "zero_optimization": CPU}),
