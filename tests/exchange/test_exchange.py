@@ -93,7 +93,7 @@ def test_a_microbatch_without_sequences_still_knows_its_fields():
     (lambda s, p: share(None, Axis("tp")), "must have microbatches"),
     (lambda s, p: share([], Axis("tp"), source=1), "no such source"),
     (lambda s, p: Lengths([1, 2], [1]), "counts and lengths disagree"),
-    (lambda s, p: shard(ullage.RaggedBatch.from_samples(s, pad_to_multiple_of=4), 3, 0, "contiguous"), "cp = 3"),
+    (lambda s, p: shard(ullage.RaggedBatch.from_samples(s[:2], pad_to_multiple_of=4), 3, 0, "contiguous"), "cp = 3"),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_an_error(change, words):
     samples = samples_of([5, 9, 3])
