@@ -1,19 +1,16 @@
 """Routes, streams and slices, for whatever sizes hypothesis thinks of: nothing is lost and nothing comes twice."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
 
 import ullage
 from tests.support.drawing import lengths as drawn
 from ullage import InputError, RaggedBatch
 from ullage.exchange import Lengths, materialize, route, shard, shard_index, unshard
-from ullage.exchange.source import Reader, Stream, deal, regular_counts
+from ullage.exchange.source import Stream, deal, regular_counts
 
 pytestmark = pytest.mark.property
 
@@ -59,73 +56,6 @@ def test_a_shared_dataset_is_dealt_in_order_and_resumes_with_any_number_of_reade
         other = Stream("map", later, sizes(later))
         assert other.restore(stream.state(given_so_far)).tolist() == regular_counts(position, later).tolist()
     assert not stream.quotas(given_so_far, size).any()
-
-
-class Whole(IterableDataset):
-    """Numbers that every rank holds."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return iter(self.numbers)
-
-
-class Sharded(Whole):
-    """Shards that every rank holds, divided as ``datasets`` divides them."""
-
-    epoch = 0
-
-    def shard(self, number, index, contiguous):
-        assert (number, contiguous) == (len(self.numbers), False)
-        return Sharded(self.numbers[index])
-
-    def set_epoch(self, epoch):
-        assert epoch == 0
-
-
-def steps_of(stream, source, ranks, given_so_far, size, stop):
-    """The samples of at most ``stop`` steps, and what each reader has given then: ``StepMaker.take`` without ranks."""
-    readers = [Reader(source, stream, rank) for rank in range(ranks)]
-    for reader in readers:
-        reader.seek(given_so_far)
-    live, steps, now = np.ones(stream.streams, bool), [], given_so_far.copy()
-    while len(steps) < stop:
-        step = []
-        while len(step) < size and live.any():
-            quota = deal(now, live, size - len(step))
-            parts = [reader.take(quota) for reader in readers]
-            counts = np.sum([counts for _, counts in parts], 0)
-            now, live = now + counts, live & (counts == quota)
-            step += [number for numbers, _ in parts for number in numbers]
-        if not step:
-            break
-        steps.append(step)
-    return steps, now
-
-
-@given(
-    st.lists(st.integers(0, 12), min_size=1, max_size=6),  # shards; the first alone where there are none
-    st.integers(1, 15),
-    st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 7]), st.integers(0, 4)), min_size=1, max_size=4),
-    st.booleans(),
-)
-def test_an_iterable_of_all_ranks_goes_on_with_others_each_sample_once_in_the_same_steps(sizes, size, turns, by_shards):
-    cuts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    shards = [list(range(*span)) for span in itertools.pairwise(cuts)]
-    numbers = [number for shard in shards for number in shard]
-    in_turn = [number for turn in itertools.zip_longest(*shards) for number in turn if number is not None]
-    expected = in_turn if by_shards else numbers
-    state, found = None, []
-    for ranks, stop in [*turns, (3, 10**6)]:
-        stream = Stream("iterable", len(shards) if by_shards else ranks, ranks=ranks if by_shards else None)
-        before = np.zeros(stream.streams, np.int64) if state is None else stream.restore(state)
-        source = Sharded(shards) if by_shards else Whole(numbers)
-        steps, given_then = steps_of(stream, source, ranks, before, size, stop)
-        found += steps
-        state = stream.state(given_then)
-        assert state["position"] == sum(map(len, found))
-    assert [sorted(step) for step in found] == [sorted(expected[i : i + size]) for i in range(0, len(expected), size)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=9), st.integers(0, 50))
