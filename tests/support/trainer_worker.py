@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from tests.support.checkpoints import flip
 from tests.support.processes import raised
+from tests.support.small_runs import quiet
 from tests.support.zero_worker import FEATURES, GLOBAL_BATCH, Job, build, config
 
 
@@ -41,20 +42,11 @@ def arguments(job: Job, folder: Path | None, **options: Any) -> Any:
 
     made = {key: value for key, value in config(job).items() if key != "steps_per_print"}
     options = {"max_steps": 8, "save_steps": 3, **options}
-    return TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=made if job.stage else None,
-        use_cpu=True,
-        per_device_train_batch_size=GLOBAL_BATCH // job.world,
-        logging_steps=1,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        max_grad_norm=0.0 if job.stage else 1.0,  # accelerate makes of 0 what DeepSpeed's config lacks: 1
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        **options,
-    )
+    rates = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    # accelerate makes of 0 what DeepSpeed's config lacks: 1
+    options = {"save_strategy": "steps", "max_grad_norm": 0.0 if job.stage else 1.0, **rates, **options}
+    size = {"per_device_train_batch_size": GLOBAL_BATCH // job.world, "remove_unused_columns": False}
+    return quiet(folder, TrainingArguments, deepspeed=made if job.stage else None, **size, **options)
 
 
 def losses(trainer: Any) -> dict[int, float]:

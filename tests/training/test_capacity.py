@@ -158,17 +158,13 @@ def test_dry_runs_leave_nothing_behind(tmp_path, room, monkeypatch):
 
     def state():
         model = trainer.model
-        return copy.deepcopy(
-            {
-                "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),  # noqa: NPY002
-                "weights": model.state_dict(),
-                "cache": model.cache,
-                "gradients": {name: each.grad for name, each in model.named_parameters()},
-                "modes": [each.training for each in model.modules()],
-                "longest": model.longest,
-                "optimizer": trainer.optimizer.state_dict(),
-            }
-        )
+        found = {
+            "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),  # noqa: NPY002
+            "gradients": {name: each.grad for name, each in model.named_parameters()},
+            "modes": [each.training for each in model.modules()],
+            "own": [model.state_dict(), model.cache, model.longest, trainer.optimizer.state_dict()],
+        }
+        return copy.deepcopy(found)
 
     before, own, runs = state(), dict(vars(trainer)), []
     run = CapacityFinder._forward_and_backward

@@ -48,15 +48,9 @@ CASES = {
 }
 #: Where ranks gather a tower: rows with images and clips beside rows with one, and parts that see each other both ways.
 #: ZeRO updates what has no gradient as if it were zero, so no step is of text alone.
-SHARDED = {
-    f"zero {stage} {kind}": [kind, {"stage": stage, "seed": seed}]
-    for stage, kind, seed in (
-        (2, "qwen2_5_vl", 0),
-        (2, "llava", 0),
-        (3, "llava", 0),
-        (3, "qwen2_5_vl", 1),
-        (3, "gemma3", 0),
-    )
+SHARDED = {f"zero 2 {kind}": [kind, {"stage": 2}] for kind in ("qwen2_5_vl", "llava")}
+SHARDED |= {
+    f"zero 3 {kind}": [kind, {"stage": 3, "seed": s}] for kind, s in (("qwen2_5_vl", 1), ("gemma3", 0), ("llava", 0))
 }
 
 

@@ -111,16 +111,12 @@ def test_nothing_is_logged_counted_or_drawn(tmp_path):
     runs = []
     for verify in (True, False):
         heard, called = Heard(), []
-        trainer = make_trainer(
-            tmp_path,
-            packing_verify=verify,
-            packing_capacity=64,
-            train_dataset=Drawing(samples()),
-            eval_dataset={"one": Drawing(samples()), "two": samples()},
-            compute_metrics=lambda given, compute_result, called=called: called.append(compute_result) or {"a": 1.0},
-            batch_eval_metrics=True,
-            callbacks=[heard],
+        data = {"train_dataset": Drawing(samples()), "eval_dataset": {"one": Drawing(samples()), "two": samples()}}
+        options = {"packing_verify": verify, "packing_capacity": 64, "batch_eval_metrics": True, "callbacks": [heard]}
+        options["compute_metrics"] = lambda given, compute_result, called=called: (
+            called.append(compute_result) or {"a": 1.0}
         )
+        trainer = make_trainer(tmp_path, **data, **options)
         trainer.train()
         log = [{k: v for k, v in e.items() if "loss" in k or k == "step"} for e in trainer.state.log_history]
         runs.append((log, heard.events))

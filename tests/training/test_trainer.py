@@ -405,7 +405,5 @@ def test_the_trainer_needs_no_datasets(tmp_path):
     assert trainer.evaluate()["eval_loss"] > 0 and "datasets" not in sys.modules
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
