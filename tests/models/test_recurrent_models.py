@@ -45,10 +45,8 @@ def _model(kind: str = "causal", **changes: Any) -> Any:
     torch.manual_seed(0)
     config: Any = RecurrentConfig
     if kind == "pairs":
-        config, changes = (
-            RecurrentEncoderDecoderConfig,
-            {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes},
-        )
+        config = RecurrentEncoderDecoderConfig
+        changes = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
     return KINDS[kind][0](config(**{"vocab_size": 20, "hidden_size": 8, **changes})).eval()
 
 
