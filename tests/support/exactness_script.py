@@ -13,8 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.support import exactness
-from tests.support.packing_script import leave
-from tests.support.small_runs import packed_steps
+from tests.support.small_runs import leave, packed_steps
 
 STEPS, BATCH, CAPACITY = 4, 8, 16
 STRATEGIES = ("balanced", "next_fit")
