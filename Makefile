@@ -51,11 +51,11 @@ quickstart: $(FIRST)  ## one run on four layouts: packed, stopped, converted, co
 # The tests of one room: make test ROOM=planning. Without ROOM, all of them.
 TESTS = $(if $(ROOM),tests/$(ROOM))
 
-test: install  ## the tests, under five minutes on two cores; ROOM=planning for those of one room
+test: install  ## the tests, minutes on two cores; ROOM=planning for those of one room
 	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(PYTEST_ARGS)
 
 test-slow: install  ## the rest of the tests; ROOM= as above
-	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'slow and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m 'slow and not long and not gpu' $(PYTEST_ARGS)
 
 # Tests that import no torch, transformers or datasets.
 CORE := tests/layout tests/cli/test_interruption.py $(addprefix tests/planning/test_,padded.py planning.py planning_properties.py solver.py) \

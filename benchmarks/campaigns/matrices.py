@@ -1,4 +1,4 @@
-"""Every case of the tests' matrices, of which one run of the tests draws a third by its seed.
+"""Every case of the tests' matrices, of which a run of the tests draws a third by its seed, and every long test.
 
 python benchmarks/campaigns/matrices.py               # all of them
 python benchmarks/campaigns/matrices.py -k resume     # options of pytest
@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.xml"
-        command = [sys.executable, "-m", "pytest", "tests", "-n", "2", "--dist", "loadfile", "-m", "matrix and not gpu"]
-        status = subprocess.run(
-            [*command, "--matrix-seed", "whole", f"--junitxml={log}", *options], cwd=ROOT
-        ).returncode
+        command = [sys.executable, "-m", "pytest", "tests", "-n", "2", "--dist", "loadfile"]
+        command += ["-m", "(matrix or long) and not gpu", "--matrix-seed", "whole", f"--junitxml={log}"]
+        status = subprocess.run([*command, *options], cwd=ROOT).returncode
         suite = ElementTree.parse(log).getroot()[0]
     failed = [
         f"{case.get('classname')}::{case.get('name')}"

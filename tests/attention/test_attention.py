@@ -439,6 +439,7 @@ def test_the_blocks_that_see_each_other_are_those_that_torch_finds_pair_by_pair(
             assert torch.equal(found[used], expected[used])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 300])
 def test_flex_attention_sees_the_same(window, causal):

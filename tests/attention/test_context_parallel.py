@@ -33,10 +33,12 @@ def test_hybrids_give_what_one_process_gives():
         assert_small(worst, 2e-5)
 
 
+@pytest.mark.slow
 def test_layers_recomputed_outside_the_context_and_slots_with_padding():
     assert max(values(run(cases.checkpointed, 2))) < 1e-5
 
 
+@pytest.mark.slow
 def test_heads_that_tensor_parallel_has_divided():
     assert max(values(run(cases.with_tensor_parallel, 4))) < 1e-5
 
@@ -49,6 +51,7 @@ def faults():
     return values(run(cases.faults, 3))
 
 
+@pytest.mark.slow
 def test_the_ranks_work_together_before_and_after_every_fault(faults):
     assert [(lines["nothing"], lines["quiet"], lines["after all"]) for lines, _ in faults] == [(None, None, None)] * 3
     assert all(worst < 1e-5 for _, worst in faults)

@@ -97,6 +97,7 @@ def test_a_model_s_row_holds_all_rows_in_order_and_zeros_behind_the_smaller(samp
     assert [set(sample) | {"id"} for sample in read.samples()] == [set(sample) for sample in samples]
 
 
+@pytest.mark.slow
 @given(drawn, st.integers(1, 3))
 def test_what_is_planned_for_ranks_arrives_whole(samples, ranks):
     lengths = np.array([len(sample["input_ids"]) for sample in samples])

@@ -18,6 +18,7 @@ RECIPE = Recipe(stage=2, dp=2, groups=[{"a.weight": (30, 20)}, {"a.bias": (30,)}
 NORMS = {f"norms.{i}.weight": (4096,) for i in range(65)}
 
 
+@pytest.mark.slow
 def test_reading_and_converting_import_neither_torch_nor_deepspeed(written, tmp_path):
     code = (
         "import sys; from ullage import checkpoint\n"
@@ -31,6 +32,7 @@ def test_reading_and_converting_import_neither_torch_nor_deepspeed(written, tmp_
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_7b_on_768_ranks_on_paper(stage):
     """In a process of its own: planned in less than ten seconds of processor time and a gigabyte of memory."""

@@ -54,6 +54,7 @@ def test_no_cut_changes_a_byte(tmp_path_factory, sizes, small, unit, together, f
     assert len(whole.not_finite) == sum(i % 5 > 0 and size > 0 for i, size in enumerate(sizes) if i % 3 == 0)
 
 
+@pytest.mark.slow
 def test_many_tensors_of_every_size_are_what_torch_loads(tmp_path):
     """More than one stretch, with tensors between them that are too large for one."""
     sizes = [*range(300), 300_000, *[7] * 2100, 270_000, 1]

@@ -43,6 +43,7 @@ def test_experts_come_back_under_their_numbers_among_all(written, tmp_path, caps
     assert "4 or 8 in each of 2 layers, ep 2" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("format", ["zero1", "zero2", "zero3"])
 def test_shards_of_experts_are_refused_from_every_format_that_can_hold_them(written, tmp_path, format):

@@ -44,6 +44,7 @@ def _loads_by_deepspeeds_map(folder, results, tp):
                 assert torch.equal(part, results[rank]["truth"][f"{name}/{key}"]), (name, key)
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_of_a_sequence_are_no_tensor_parallel_ranks(tmp_path, stage):

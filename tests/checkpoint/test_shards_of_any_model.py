@@ -32,6 +32,7 @@ def save(folder: Path, model: torch.nn.Module, more: dict[str, torch.Tensor]) ->
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("which", MORE)
 def test_verify_agrees_with_the_conversion_of_any_model(model, tmp_path, which, stage):

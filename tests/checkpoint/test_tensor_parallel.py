@@ -38,6 +38,7 @@ def stage(index, *, embedding=False, average=True):
     return [{**(EMBEDDING if embedding else {}), **layer, **more}, {f"l{index}.column.bias": (7,)}]
 
 
+@pytest.mark.slow
 def test_every_pattern_gives_what_deepspeed_gives(tmp_path):
     info = {**INFO, "pipeline_replicated_parameter_patterns": [r"word_embeddings\.weight"]}
     per_rank = [stage(p, embedding=True) for p in (0, 1) for _ in (0, 1)]

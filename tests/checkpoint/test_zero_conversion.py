@@ -68,6 +68,7 @@ def test_universal_is_the_truth_bit_for_bit(name, tmp_path):
         assert (type(found), found.dtype, found.item()) == (torch.Tensor, torch.float32, step)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16_optimizer"), (2, "fp32"), (3, "bf16")])
 def test_frozen_parameters_buffers_and_ties_are_carried(stage, dtype, tmp_path):
     truth = real_zero.write(tmp_path / "run", Recipe(stage=stage, dp=4, dtype=dtype, groups=MODEL, **EXTRAS))
@@ -124,6 +125,7 @@ def test_safetensors_opens_in_the_real_library_and_casts_as_torch_does(tmp_path)
     assert '"layers.0.weight": "model.safetensors"' in index
 
 
+@pytest.mark.slow
 def test_dcp_loads_into_fsdp2(tmp_path):
     """A real FSDP2 model and optimizer take the state up through ``dcp.load``; each tensor is the truth."""
     groups = [{"a.weight": (6, 4), "b.weight": (3, 6)}, {"a.bias": (6,), "b.bias": (3,)}]

@@ -70,6 +70,7 @@ def no_file_grows(monkeypatch):
     signal.signal(signal.SIGXFSZ, before[1])
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 def test_a_run_whose_save_failed_goes_on_with_its_own_data_and_settings(data, whole, tmp_path, capsys, no_file_grows):
     no_file_grows(after=2)
@@ -98,6 +99,7 @@ def test_a_run_that_ends_after_a_step_and_before_a_checkpoint_keeps_its_settings
         train("--data", data, *SMALL, "--learning_rate", 0.01, "--output_dir", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 def test_a_disk_that_is_full_at_the_first_checkpoint_is_said_and_the_same_call_goes_on(data, whole, disk):
     path, resize = disk

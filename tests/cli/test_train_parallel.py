@@ -46,6 +46,7 @@ def alone(folder):
     return folder / "alone"
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_taken(folder, alone):
     damaged = folder / "damaged"
     shutil.copytree(alone, damaged)
@@ -76,6 +77,7 @@ def test_what_cannot_be_is_said(folder, alone):
             run(folder, "refused", *flags)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_trainer_goes_on_here_and_back(folder, alone):
     run(folder, "plain")
     assert losses(folder / "plain") == pytest.approx(losses(alone), rel=1e-6)

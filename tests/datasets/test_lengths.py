@@ -76,6 +76,7 @@ def test_bad_mock_configurations(config, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("n", [1, 512])
 def test_workloads_are_seeded_and_fit_their_capacity(name, n):

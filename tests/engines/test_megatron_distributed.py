@@ -22,6 +22,7 @@ def check(record):
     assert [step[1:] for step in record["totals"]] == record["counted"]
 
 
+@pytest.mark.slow
 def test_two_processes_and_what_every_rank_refuses():
     from tests.support import megatron_refusals
 

@@ -56,6 +56,7 @@ def packed(module, method):
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_replacement_holds_in_workers_that_the_framework_starts(packing, method, capfd, caplog):
@@ -82,6 +83,7 @@ def test_names_that_a_version_lacks_are_optional_all_others_are_not(packing):
     assert packing.calculate_matched_group is not max
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["script.py", "module"])
 def test_a_script_and_a_module_run_with_what_the_variable_names(packing, tmp_path, target):
     told = "import sys\nfrom swift.dataset.packing import calculate_matched_group as f\nprint(f.__module__, __name__, *sys.argv[1:])"

@@ -181,6 +181,7 @@ def _on_each_rank(rank, world):
     return outcome
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_number_of_microbatches_and_on_errors():
     first, second = values(run(_on_each_rank, 2))
     assert [first[name] for name in ("same", "staged", "own", "alone")] == [5, 6, 3, 3]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.launch import ROOT, environment
@@ -18,6 +19,7 @@ def tiny_model():
 """
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_workflow_audit_a_model_of_the_repository(tmp_path):
     workflow = yaml.safe_load((ROOT / "examples" / "16_audit_in_ci.yml").read_text(encoding="utf-8"))
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads "on" as true, and GitHub does not mind

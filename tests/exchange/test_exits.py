@@ -61,11 +61,13 @@ def test_the_end_drops_idle_groups_and_destroys_the_rest():
     assert values(run(end_after_use, 2)) == [[2, 1, True, 0, False, True]] * 2
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_no_rank_that_has_not_joined(tmp_path):
     run(end_with_one_under_way, 2, str(tmp_path / "told"), deaths=(1,))
     assert (tmp_path / "told").read_text() == "False True"
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_end_the_groups_of_its_parent():
     assert values(run(end_in_a_fork, 2)) == [[0, True]] * 2
 

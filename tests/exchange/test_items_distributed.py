@@ -13,6 +13,7 @@ def ranks():
     return values(run(cases.everything, 3))
 
 
+@pytest.mark.slow
 def test_exchange_is_materialize_and_shared_microbatches_are_the_source_s_whichever_have_images(ranks):
     assert min(rank["text_and_pictures"] for rank in ranks) > 3  # or nothing was compared
     assert [rank["shared_pictures"] for rank in ranks] == [True] * 3

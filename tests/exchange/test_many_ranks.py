@@ -10,6 +10,7 @@ from ullage.exchange import Lengths, materialize, route, transfer
 from ullage.ranks import Topology
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "dp", "per_rank"), [(768, 768, 1.5), (768, 96, 3), (7, 7, 9)])
 def test_every_byte_that_is_sent_arrives_where_the_plan_wants_it(monkeypatch, ranks, dp, per_rank):
     random = np.random.default_rng(ranks + dp)

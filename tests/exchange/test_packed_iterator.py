@@ -29,12 +29,14 @@ def ranks():
     return values(run(cases.iterators, 3, SIZES))
 
 
+@pytest.mark.slow
 def test_readers_that_end_early_are_passed_over_and_steps_stay_full(ranks):
     for steps in (steps for rank in ranks for steps in rank["ends_unequally"]):
         assert [len(step) for step in steps] == [5, 5, 3]
         assert sorted(cases.flat(steps)) == list(range(sum(SIZES)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "worlds"), [("shared", (3, 2)), ("own", (2, 4)), ("iterable", (3, 3))])
 def test_a_resumed_run_goes_on_exactly(kind, worlds):
     count, size = 37, 7
@@ -49,6 +51,7 @@ def test_a_resumed_run_goes_on_exactly(kind, worlds):
         assert [ids for ids, _ in rest] == [whole[stop:] for stop in stops]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "size", "worlds", "stop"), [
     (83, 7, (4, 3, 5), 4),
     pytest.param(61, 3, (1, 7, 2, 5, 3), 4, marks=pytest.mark.slow),
@@ -159,6 +162,7 @@ def topologies():
     return functools.cache(lambda world: values(run(cases.topologies, world, GRIDS[world], BROKEN)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "number"), [
     *((4, number) for number in range(3)), (8, 0), (8, 1),
     *(pytest.param(16, number, marks=pytest.mark.slow) for number in range(2)),

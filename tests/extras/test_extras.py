@@ -95,6 +95,7 @@ for call in ("from ullage.training import Trainer", "from ullage.training import
 """
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
     """For every module and public name, and what is too old with its version: one process, since torch loads slowly."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
@@ -122,6 +123,7 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it(core, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", pytest.param("audit", marks=pytest.mark.slow)])
 def test_a_command_without_its_extra_says_so_in_one_line(core, verb, tmp_path):
     done = run(core, "from ullage.cli import main; main()", verb, *["llama"] * (verb == "audit"))

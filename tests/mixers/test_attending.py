@@ -74,6 +74,7 @@ def assert_exact(model, pairs, multiple=1):
         assert not parameter.requires_grad or (parameter.grad - parameters[name].grad).abs().max() < 1e-11, name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "attention"), [("t5", "sdpa"), ("t5", "eager"), ("mt5", "sdpa")])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_packed_pairs_equal_each_pair_alone(kind, attention, multiple):
@@ -86,6 +87,7 @@ def test_packed_pairs_of_any_lengths_equal_each_pair_alone(sizes):
     assert_exact(build(), pairs_of(sizes))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["bart", "blenderbot", "m2m_100", "marian", "mbart", "mvp", "umt5"])
 def test_packed_pairs_of_barts_kin_equal_each_pair_alone_under_checkpointing(kind):
     """mBART starts a target with its last token, M2M-100 counts no padding, UMT5 has a bias in each layer."""
@@ -121,6 +123,7 @@ ONE_ROW = {
 LENGTHS = (70, 1, 3, 30, 3, 60, 1, 60, 60)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ONE_ROW)
 def test_sequences_get_what_they_get_alone_under_checkpointing(name):
     model = quiet(tiny_model(name, ONE_ROW[name]))

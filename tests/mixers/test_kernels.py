@@ -91,6 +91,7 @@ def assert_near(found, expected, limit):
     assert float((found - expected).abs().max() / expected.abs().max()) < limit
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("model_type", each(TYPES))
 def test_a_row_is_one_call_of_each_kernel_and_each_sequence_gets_what_it_gets_alone(model_type, training):

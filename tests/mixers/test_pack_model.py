@@ -41,6 +41,7 @@ def near(found, expected, limit=1e-5):
     return float((found - expected).abs().max() / expected.abs().max()) < limit
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", WAYS)
 def test_each_sequence_gets_what_it_gets_alone_and_undo_leaves_nothing(model_type):
     model = tiny_model(model_type, "causal")

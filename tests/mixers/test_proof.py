@@ -240,6 +240,7 @@ def test_differences_count_what_is_not_finite():
     assert limits_of(torch.float64).outputs < limits_of(torch.float32).outputs < limits_of(torch.bfloat16).outputs
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("name", LEAKING)
 def test_models_that_leaked_are_packed_in_a_way_that_does_not(name):

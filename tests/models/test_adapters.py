@@ -174,6 +174,7 @@ def train(folder, packing=False, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_training_moves_the_adapter_alone_and_continues_exactly(tmp_path, packing):
     whole = train(tmp_path / "whole", packing=packing, save_strategy="steps", save_steps=3)

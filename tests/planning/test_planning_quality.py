@@ -88,6 +88,7 @@ def lengths_of(name: str, n: int, seed: int) -> np.ndarray:
 SHAPES = [(512, 8, 1.010), (500, 3, 1.010), (700, 7, 1.012), (4096, 32, 1.008), (3000, 16, 1.010), (6000, 64, 1.015)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("n", "ranks", "most"), SHAPES)
 def test_the_critical_path_is_near_its_bound_on_any_load(n: int, ranks: int, most: float) -> None:
     ratios, rows = [], []
@@ -116,6 +117,7 @@ def test_the_critical_path_is_near_its_bound_on_the_workloads(n: int, ranks: int
     assert np.exp(np.mean(np.log(ratios))) <= most, ratios
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("n", "ranks"), [(512, 8), (500, 3), (700, 7), (4096, 32), (3000, 16)])
 def test_rank_totals_are_level_where_no_sequence_exceeds_the_mean(n: int, ranks: int) -> None:
     for name, (_, capacity) in LOADS.items():
@@ -126,6 +128,7 @@ def test_rank_totals_are_level_where_no_sequence_exceeds_the_mean(n: int, ranks:
                 assert found.rank_imbalance <= 1.002, (name, seed)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "n", "ranks", "capacity", "most"), [
     ("chat", 512, 8, 32768, 1.05), ("chat", 4096, 32, 32768, 1.05), ("pareto", 4096, 32, 131072, 1.15),
     ("pareto", 512, 8, 131072, 1.05), ("pareto", 1000, 12, 65536, 1.10),

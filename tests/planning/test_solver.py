@@ -272,6 +272,7 @@ def test_a_program_gets_the_interrupt_and_can_plan_again(tmp_path: Path, form: s
     assert (status, "Traceback" in err) == (7, False), err
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("without", ["numba", "jit"])
 def test_without_compiled_code_plans_are_the_same(without: str) -> None:

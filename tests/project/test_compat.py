@@ -1,8 +1,11 @@
 """What ``make compat`` tries of each release packs exactly with this one, and has a type of every family."""
 
+import pytest
+
 from benchmarks.campaigns import versions
 
 
+@pytest.mark.slow
 def test_every_family_of_forwards_has_a_type():
     """Of the releases that ``make compat`` tries; the scores of GPT-J are those of every attention since 5.24."""
     found = versions.packed()

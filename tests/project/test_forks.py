@@ -52,6 +52,7 @@ def test_a_rank_that_fails_ends_the_others_and_all_that_they_printed_is_there(sc
     assert "rank 0" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_done_in_time_are_ended_and_say_where_they_were(script):
     path = script("import time\ndef wait():\n    time.sleep(500)\nwait()")
     with pytest.raises(pytest.fail.Exception, match=r"not done in 3 s(.|\n)*in wait"):

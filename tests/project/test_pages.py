@@ -23,6 +23,7 @@ def test_every_page_that_joins_torchruns_processes_runs_on_several():
     assert {page.name for page in pages} == set(WORLDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "world"), [
     pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "fsdp.md"))
     for case in WORLDS.items()
@@ -34,6 +35,7 @@ def test_the_snippets_of_a_distributed_page_run_on_several_processes(page, world
     assert found[0][0] > 1
 
 
+@pytest.mark.slow
 def test_the_loops_to_copy_give_the_gradients_of_one_process_on_two(tmp_path):
     [(_, alone)], (first, second) = (run_on(world, "loop.md", tmp_path) for world in (1, 2))
     assert first == second

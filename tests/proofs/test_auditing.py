@@ -36,6 +36,7 @@ def flattened(samples, **changes):
     return {name: value for name, value in {**row, **changes}.items() if value is not None}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [("llama", "causal"), ("mixtral", "causal"), ("nemotron_h", "causal"), ("bert", "masked"), ("t5", "seq2seq")],
@@ -55,6 +56,7 @@ def test_a_packed_model_is_exact_and_left_as_it_was(model_type, kind):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neo", "qwen3_next"])
 def test_a_model_that_was_packed_before_stays_packed_in_its_modes(model_type):
     model = tiny_model(model_type, "causal").train()
@@ -119,6 +121,7 @@ def plant_padding_that_is_seen(monkeypatch):
 PLANTED = [value for name, value in list(globals().items()) if name.startswith("plant_")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_leak_is_found(plant, monkeypatch):
     report = plant(monkeypatch)

@@ -11,6 +11,7 @@ from ullage.mixers import pack_model
 pytestmark = pytest.mark.parity
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("leak", missed_leaks(), ids=str)
 def test_the_audit_finds_what_it_missed(leak):
@@ -25,6 +26,7 @@ def test_the_audit_finds_what_it_missed(leak):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drawn", exact_lookalikes(), ids=str)
 def test_exact_models_in_the_same_clothes_are_called_exact(drawn):
     assert audit(make_exact(drawn)).verdict == "exact"

@@ -21,6 +21,7 @@ from ullage.mixers.items import RowItems
 pytestmark = pytest.mark.parity
 
 
+@pytest.mark.slow
 def test_a_model_is_audited_with_images_and_clips():
     report = audit(tiny_model("qwen2_vl", "image"), pictures=pictures)
     assert (report.verdict, report.images) == ("exact", "images and clips"), report
@@ -90,6 +91,7 @@ def a_mask_over_all_sequences(monkeypatch):
     return tiny_model("gemma3", "image")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("plant", "verdict", "told"), [
     (images_of_other_sequences, "leak", "features of an image stand in another sequence"),
     pytest.param(images_in_another_order, "differs", "features of an image stand in another place of its sequence", marks=pytest.mark.slow),

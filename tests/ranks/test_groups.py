@@ -26,6 +26,7 @@ def test_a_store_that_outlives_its_world_names_no_group_twice():
         assert each == [[[0, 1], "_0"], [[0, 1], "_1"]]
 
 
+@pytest.mark.slow
 def test_a_member_that_does_not_come_is_an_error_on_the_others():
     first, *others = processes.values(processes.run(ranks_cases.absent, 3))
     assert first[0] is None

@@ -51,6 +51,7 @@ def test_what_is_hatched_is_what_is_lost():
     assert times.end / times.ideal == pytest.approx(stats.critical_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("n", "ranks", "limit"), [(4096, 32, 1_500_000), (20_000, 200, 2_500_000), (30_000, 4, 2_500_000)]
 )

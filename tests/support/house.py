@@ -5,6 +5,7 @@ A tree is a dict of sources by module name, so that the tests of the rules can p
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 
@@ -45,6 +46,7 @@ def imports(tree: dict[str, str]) -> dict[str, set[str]]:
     return found
 
 
+@cache
 def _from_imports(text: str) -> list[tuple[str, str | None]]:
     """Module and name of each import; ``None`` for the module as a whole."""
     found: list[tuple[str, str | None]] = []

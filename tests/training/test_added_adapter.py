@@ -46,6 +46,8 @@ def run(folder, steps, made, resume=None, **options):
     return trainer
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize(("kind", "adapter", "options"), [
     ("one", {}, {}),

@@ -43,6 +43,7 @@ def alone(tmp_path_factory):
     return {name: ranks[0] for name, ranks in trained(1, folder, WAYS).items()}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks_to_the_losses_of_one_process(tmp_path, alone):
     """Three ranks, then two: 13 samples divide over neither, and the last step of an epoch has 4."""
     first = trained(3, tmp_path, {name: {**options, "until": 2} for name, options in WAYS.items()})
@@ -72,6 +73,7 @@ def test_what_says_otherwise_is_refused(tmp_path, options, message):
         Trainer(shared_script.make_model("llama"), arguments, train_dataset=[{"input_ids": [1, 2]}])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trainer", ["Swallowing", "Flagged", "Masked", "Summed"])
 def test_a_loss_of_ones_own_is_that_of_the_whole_step(tmp_path, trainer):
     """In one part of 13 samples, and in parts of 5, 4 and 4."""

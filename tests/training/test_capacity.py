@@ -180,6 +180,7 @@ def test_dry_runs_leave_nothing_behind(tmp_path, room, monkeypatch):
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_number_and_a_run_that_continues_uses_it(tmp_path, room):
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = capacity_script.train(str(tmp_path), **options)

@@ -251,6 +251,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", WHOLE)
 def test_who_reads_logits_gets_them(tmp_path, seen, case):
     trainer = packing_script.make_trainer("llama", str(tmp_path), **{"max_steps": 1, **WHOLE[case]})

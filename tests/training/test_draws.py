@@ -163,6 +163,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_changed_import_draws_what_transformers_draws_and_a_packed_run_too(tmp_path, tokenizer, monkeypatch, name):
@@ -181,6 +182,7 @@ def test_a_changed_import_draws_what_transformers_draws_and_a_packed_run_too(tmp
     assert len(theirs.of_workers()) == CASES[name].get("dataloader_num_workers", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("packing", [{}, {"packing_capacity": 32}])
 def test_a_run_goes_on_from_a_checkpoint_with_transformers_draws(tmp_path, tokenizer, monkeypatch, packing):
@@ -197,6 +199,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_transformers_draws(tmp_path, token
     assert sum(each[0] == "step" for each in found[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("packing", [{}, {"packing_capacity": 256}])
 def test_the_evaluation_of_run_mlm_masks_what_transformers_masks(tmp_path, tokenizer, monkeypatch, packing):

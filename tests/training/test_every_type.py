@@ -18,6 +18,7 @@ from ullage.training import RaggedCollator, Trainer
 NAMED = [("causal", "gemma4_text"), ("causal", "gemma3n_text"), ("causal", "prophetnet"), ("image", "gemma4")]
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize(("kind", "name"), NAMED)
 def test_one_packed_step_is_that_of_its_sequences_alone(kind, name, tmp_path):

@@ -14,6 +14,7 @@ from tests.support.launch import torchrun
 SEEDS = range(40)
 
 
+@pytest.mark.slow
 @pytest.mark.property
 def test_the_gradient_of_a_step_does_not_depend_on_packing():
     seen, found = set(), Counter()

@@ -9,6 +9,7 @@ from tests.support.zero_worker import Job, launch
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_groups_with_different_state_go_on_at_any_stage(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, 1, 1, module="tests.support.groups_worker", function="load_each")
     for found in launch(job, timeout=100):

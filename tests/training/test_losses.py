@@ -281,6 +281,7 @@ UNDIVIDED = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "options", "message"), UNDIVIDED, ids=[kind.__name__ for kind, _, _ in UNDIVIDED])
 def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(kind, options, message, tmp_path):
     model = make(Energy if kind is Trainer else RecurrentForCausalLM)

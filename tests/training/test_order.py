@@ -9,6 +9,7 @@ from tests.support.small_runs import on_ranks
 REPEATS = {"LengthGroupedSampler", "OwnSampler", "RandomSampler"}
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", order_script.KINDS)
@@ -29,6 +30,7 @@ def test_the_first_epoch_is_drawn_again_as_it_was(tmp_path, kind):
     assert found == {"warned": [], "samples": dict.fromkeys(range(NUMBER), 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.distributed
 def test_two_ranks_say_it_once(tmp_path):

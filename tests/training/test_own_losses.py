@@ -23,6 +23,7 @@ def is_as_meant(case, found):
     return found[0] in (("exact",) if case.rule in EXACT else ("exact", "refused"))
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("seed", [each if each < 8 else pytest.param(each, marks=pytest.mark.slow) for each in SEEDS])
 def test_a_loss_of_ones_own_is_the_padded_one_or_refused(seed):
@@ -40,6 +41,7 @@ def test_the_draws_reach_every_rule_and_place():
     assert {case.lstm for case in cases} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.distributed
 def test_two_ranks_train_the_same_loss_or_both_refuse():
@@ -145,6 +147,7 @@ def packed_and_not(folder, make, rows, capacity, **options):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize(("capacity", "bf16", "rel"), [(60, False, 2e-5), (4096, False, 2e-5), (60, True, 2e-2)])
 def test_a_chain_over_sequences_is_a_mean_over_sequences(capacity, bf16, rel, tmp_path):

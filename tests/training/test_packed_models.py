@@ -126,6 +126,7 @@ def test_a_causal_model_without_a_mask_is_padded_behind_its_sequences(tmp_path):
     assert packed_models.largest_difference(*found) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_model_that_was_packed_by_hand_takes_rows_without_packing_capacity(padded, tmp_path, family):
     model = packed_models.make_model(family)

@@ -176,6 +176,7 @@ def test_arrays_are_those_of_transformers(name, form, tmp_path):
         assert mine.metrics[key] == pytest.approx(theirs.metrics[key])
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("form", ["padded", "ragged", "packed padded", "packed ragged"])
 def test_generated_sequences_are_those_of_transformers(form, tmp_path):

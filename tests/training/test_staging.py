@@ -166,6 +166,7 @@ def events_of(target: Path, kill_at: int) -> int:
     return count if status else -1
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(tmp_path):
     target = tmp_path / "saved"
     found = []
@@ -271,6 +272,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("disks")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_hosts_that_share_no_folder_are_told_what_they_lack(root):
     said = processes.values(processes.run(unshared, WORLD, str(root)))
@@ -283,6 +285,7 @@ def test_hosts_that_share_no_folder_are_told_what_they_lack(root):
         assert left == (["_checkpoint-4.partial", "checkpoint-4"] if rank == 0 else [])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_raise_what_one_of_them_found(root):
     said = processes.values(processes.run(one_disk, WORLD, str(root)))
@@ -308,6 +311,7 @@ def notes_on(rank, world, *checkpoints):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_random_states_of_other_numbers_of_processes_are_told_by_every_rank_where_there_is_dropout(tmp_path):
     ending = "dropout goes on with other noise than it would have had, so losses are not the same to rounding"

@@ -45,6 +45,7 @@ def test_transformers_own_trainer_still_has_the_bug(tmp_path):
         theirs.train()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_the_story_trains_evaluates_and_predicts(alone, case):
     result = alone[case]

@@ -389,6 +389,7 @@ def test_the_collator_uses_the_attention_mask_up():
         collate([{"x": [1]}])
 
 
+@pytest.mark.slow
 def test_the_trainer_needs_no_datasets(tmp_path):
     """On a machine without it (a bare GPU machine): trained and evaluated, in a process that cannot find it."""
     script = """

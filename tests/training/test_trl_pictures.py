@@ -26,6 +26,7 @@ def compare(name, kind, folder, capacity, **options):
     assert_same(found, trl_pictures.run(name, kind, folder, **options))
 
 
+@pytest.mark.slow
 def test_sft_with_images_is_that_of_padded_rows(tmp_path):
     compare("SFT", "qwen2_5_vl", tmp_path, 96, max_steps=3)
 

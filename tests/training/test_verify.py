@@ -103,6 +103,7 @@ HEADS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_are_proved(head, tmp_path):
     kind, labels, options = HEADS[head]

@@ -152,9 +152,14 @@ def docstring_lengths(n: int | None = None, seed: int = 0, max_length: int = 102
 
 
 def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The nodes that may have a docstring, in the order of their lines."""
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
-    return iter([tree, *sorted(nodes, key=lambda node: (node.lineno, node.col_offset))])
+    """The nodes that may have a docstring, in the order of their lines; within statements alone, not expressions."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        blocks = (getattr(node, name, ()) for name in ("body", "cases", "handlers", "orelse", "finalbody"))
+        todo += [inner for block in blocks if isinstance(block, list) for inner in block][::-1]
 
 
 def split_held_out(samples: Sequence[S], fraction: float = 0.05) -> tuple[list[S], list[S]]:
