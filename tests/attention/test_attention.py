@@ -531,6 +531,7 @@ def test_lengths_follow_a_buffer_that_is_written_anew():
     assert host_lengths(cu_seqlens) == [1, 4]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
 def test_a_layer_is_one_graph_for_rows_of_every_shape(name):

@@ -159,6 +159,7 @@ def test_positions_of_padding_and_of_images_are_no_restart():
     assert mask(4).restarts(images) is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_call_looks_at_the_positions_that_reach_its_layers():
     torch._dynamo.reset()

@@ -42,28 +42,34 @@ def differences(truth, folder):
     return found
 
 
+def _sizes(ep):
+    return tuple(ep) if isinstance(ep, list) else (ep,)
+
+
 @pytest.mark.parametrize(("stage", "ep", "more"), [
-    (1, 2, {"other": {"use_data_before_expert_parallelism": True}}), (2, [1, 4], {}),  # layers of two sizes
+    (1, 2, {"frozen": True, "other": {"use_data_before_expert_parallelism": True}}), (2, [1, 4], {}),  # of two sizes
 ])  # fmt: skip
 def test_a_run_is_what_the_engines_held_and_goes_on_at_another_size(stage, ep, more, tmp_path):
     """Written by 4 ranks; goes on by 4 ranks at ep 4 and by 2 at ep 1, as the run that was not interrupted.
 
     From the conversion, and from the shards themselves.
     """
-    job, results = run(tmp_path, 4, stage, ep=ep, frozen=True, steps=7, **more)
+    job, results = run(tmp_path, 4, stage, ep=ep, steps=7, **more)
     truth = merged(results)
     assert sum("deepspeed_experts" in name for name, _ in truth) > 20
     inventory = checkpoint.read(job.save_to)
     assert inventory.problems() == []
-    assert inventory.written_by.ep == tuple(ep if isinstance(ep, list) else [ep])
+    assert inventory.written_by.ep == _sizes(ep)
     checkpoint.convert(inventory, tmp_path / "universal" / "tag")
     assert differences(truth, tmp_path / "universal" / "tag") == []
     assert checkpoint.verify(job.save_to, tmp_path / "universal" / "tag") == []
     ways = {"load_universal": tmp_path / "universal", "load_checkpoint": job.save_to}
-    for world, size, loader in [(4, 4, "load_universal"), (2, 1, "load_universal"), (4, 4, "load_checkpoint")]:
+    # Layers of two sizes make other groups of parameters than those of one: they go on as they are.
+    resumed_as = [(4, 4, "load_universal"), (2, 1, "load_universal"), (4, 4, "load_checkpoint")]
+    for world, size, loader in resumed_as if isinstance(ep, int) else [(4, ep, name) for name in ways]:
         later = replace(
             job, world=world, seed=9, config={**job.config, "ep": size, "other": {}}, first_step=2, num_steps=5,
-            results=tmp_path / f"{loader}{size}", save_to=tmp_path / f"run_{loader}{size}", loader=loader,
+            results=tmp_path / f"{loader}{world}", save_to=tmp_path / f"run_{loader}{world}", loader=loader,
             load_from=ways[loader], save_after=7,
         )  # fmt: skip
         resumed = results_of(later)
@@ -73,7 +79,7 @@ def test_a_run_is_what_the_engines_held_and_goes_on_at_another_size(stage, ep, m
         assert resumed[0]["losses"] == pytest.approx(results[0]["losses"][2:], abs=1e-6)
         # What it saves is named and cut for its own size.
         inventory = checkpoint.read(later.save_to)
-        assert (inventory.problems(), inventory.notes, inventory.written_by.ep) == ([], (), (size,))
+        assert (inventory.problems(), inventory.notes, inventory.written_by.ep) == ([], (), _sizes(size))
 
 
 def expected(truth, name):

@@ -8,6 +8,7 @@ from ullage import checkpoint
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "ranks", "tp", "pp"), [("pipeline", 24, 2, 2), ("bf16_optimizer", 20, 4, 1), ("stage 1", 48, 1, 1)]
 )

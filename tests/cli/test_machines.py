@@ -63,6 +63,7 @@ def test_the_options_of_the_page_are_those_of_torchrun_accelerate_and_the_verb()
     assert seen == ["torchrun", "torchrun", "launch", "torchrun"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_accelerate_launches_two_machines_which_train_to_the_losses_of_one_process(tmp_path):

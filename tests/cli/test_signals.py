@@ -24,6 +24,7 @@ def arguments(folder, name, *more):
     return [*fixed, *more, "--output_dir", folder / name]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", [TRAINER, PARALLEL], ids=["Trainer", "over dp"])
 def test_sigterm_to_one_rank_ends_both_with_a_checkpoint_and_the_same_command_goes_on(server, tmp_path, layout):
     """The signal comes in step 4; the other rank hears of it before step 5."""

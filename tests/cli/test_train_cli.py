@@ -256,6 +256,7 @@ def test_the_exit_status_says_whose_mistake_it_was(data, tmp_path):
     assert "Traceback" not in bad.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_default_run_is_on_the_docstrings(tmp_path):
     done = train_in(1, tmp_path, "--output_dir", "out", "--max_steps", 12, "--eval_strategy", "no")

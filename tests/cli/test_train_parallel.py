@@ -91,6 +91,7 @@ def test_a_run_of_the_trainer_goes_on_here_and_back(folder, alone):
     assert losses(folder / "back") == pytest.approx(losses(alone), rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [("--cp", "2"), ("--tp", "2"), ("--dp", "2")])
 def test_two_processes_train_as_one_and_go_on_alone(folder, alone, layout):

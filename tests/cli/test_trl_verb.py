@@ -176,6 +176,7 @@ def test_packed_from_a_recipe_has_the_losses_of_trl_padded(folder, method):
     assert (folder / f"{method} packed" / "adapter_config.json").is_file()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["kto", "reward", "grpo"])
 def test_the_other_methods_run_to_their_end(folder, method):
@@ -200,6 +201,7 @@ def test_two_processes_of_torchrun_have_the_losses_of_one(folder):
     assert two == [pytest.approx(row, rel=1e-5) for row in one]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "launched", "word"), [(signal.SIGINT, {}, "interrupted"), (signal.SIGTERM, {"mixed_precision": "no"}, "terminated")],

@@ -103,6 +103,7 @@ def alone(quick):
     return dict(zip(ALONE, quick[1][0]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_train_as_one(quick, alone, name):
     assert_trained(quick[2], list(TWO).index(name), alone[TWO[name][0]])
@@ -202,6 +203,7 @@ def references(alone):
     return {**alone, "mixtral": mixtral}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", MANY)
 def test_many_processes_train_as_one(references, world):
     cases = MANY[world]
@@ -210,7 +212,7 @@ def test_many_processes_train_as_one(references, world):
         assert_trained(ranks, k, references[reference])
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(keep=0.1)
 @pytest.mark.parametrize(("before", "after", "options"), LAYOUTS)
 def test_every_layout_goes_on_from_every_other(tmp_path, before, after, options):
     cases = {

@@ -73,6 +73,7 @@ def assert_same(ran, world, name, reference, steps=10):
         assert len(set(rank[name]["losses"])) == steps
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "name", "plain"), [
     *((2, kind, kind) for kind in KINDS),
     (2, "classes, tp", "sequence"),

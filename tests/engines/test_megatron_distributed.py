@@ -47,6 +47,7 @@ def test_two_processes_and_what_every_rank_refuses():
     assert ranks[0]["refused"]["own attention on one stage"].startswith("DistributedError")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "cases"), [
     (2, ["dp2", "tp2+sp", "pp2", "cp2", "pp2.vpp2", "dp2.auto", "cp2.mtp"]),

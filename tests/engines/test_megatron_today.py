@@ -296,6 +296,7 @@ def test_the_older_class_gets_places_where_its_readers_want_them(monkeypatch):
     assert told().cu_seqlens_q.tolist() == [0, 4, 12]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheduler", ["balanced", pytest.param("default_dynamic_cp", marks=pytest.mark.slow)])
 def test_768_ranks_hold_every_token_of_a_step_once(scheduler):
     """dp 96 · cp 8 or a degree for each microbatch, without processes: plan, packing and slices of each coordinate."""

@@ -12,6 +12,7 @@ from ullage import checkpoint
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_zero_run_goes_on(tmp_path, stage):
     """Five steps under ZeRO on two processes; the last two again from the checkpoint after the third."""

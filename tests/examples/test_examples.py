@@ -18,15 +18,16 @@ def test_the_index_lists_every_example():
     assert listed == [(path.name, path.name) for path in sorted((ROOT / "examples").glob("[0-9]*"))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_quickstart_has_equal_losses_on_every_layout_and_a_page(tmp_path):
-    said = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path)
+    said = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path, timeout=900)
     assert re.search(r"[\d.]+ times the real tokens per second, same losses: ", said)
     page = (tmp_path / "quickstart.html").read_text()
     assert all(f"{leg}</td>" in page for leg in ("2 processes, ZeRO 2", "1 process, ZeRO 1", "1 process, no DeepSpeed"))
     [apart] = re.findall(r"<dt>≤ ([\de.-]+)</dt>", page)
     assert float(apart) <= 1e-5
-    again = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path)
+    again = run("00_quickstart.py", "--steps", 12, "--model", "llama-32x1", "--output_dir", tmp_path, timeout=900)
     assert again.count("(done before)") == 8
 
 
@@ -39,6 +40,7 @@ def test_a_batch():
     assert "16 slots, 9 tokens, ullage 44%" in said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_packed_training_is_the_same_on_two_processes(tmp_path):
     pattern = r"loss ([\d.]+) to ([\d.]+), capacity unused [\d.]+%, imbalance ([\d.]+)"
@@ -80,6 +82,7 @@ def numbers(pattern, said):
     return [float(number.replace(",", "")) for number in told.groups()]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["lstm", "minlstm"])
 def test_the_language_model_learns(cell, tmp_path):
@@ -92,6 +95,7 @@ def test_the_language_model_learns(cell, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_classifier_beats_the_majority(tmp_path):
     said = run("06_classify_docstrings.py", "--steps", 120, cwd=tmp_path)
@@ -100,6 +104,7 @@ def test_the_classifier_beats_the_majority(tmp_path):
     assert found > baseline + 0.05
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["reverse", "dates"])
@@ -131,6 +136,7 @@ def test_five_trials_and_the_best_of_them(tmp_path):
         assert len(list((tmp_path / "search" / f"run-{trial}").glob("checkpoint-*"))) in (1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_of_fsdp_print_what_one_prints(tmp_path):
     """The same losses on one process and on two, and on from its own checkpoint in another layout."""
@@ -173,6 +179,7 @@ def test_dpo_learns_its_pairs_packed(tmp_path):
     assert 1.3 * tokens < padded
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [16, 1])  # of one sequence, one of two ranks has none
 def test_a_loop_has_the_losses_and_gradient_norms_of_one_process_on_two(batch):

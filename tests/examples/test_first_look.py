@@ -17,6 +17,7 @@ def saved():
     return json.loads(NOTEBOOK.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_kernel_shows_what_was_saved(tmp_path, monkeypatch):
     for name, value in environment().items():

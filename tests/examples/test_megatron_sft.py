@@ -28,6 +28,7 @@ def run(processes, *flags):
     return steps
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [
     ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2],

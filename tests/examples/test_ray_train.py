@@ -19,6 +19,7 @@ LOCAL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_whose_worker_was_killed_has_the_losses_of_one_that_was_not(tmp_path):

@@ -78,6 +78,7 @@ def slowed(tmp_path_factory):
         yield server
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["evaluate", "evaluate, and go on"])
 def test_a_script_with_our_trainer_ends_well_without_doing_anything(slowed, tmp_path, case):
@@ -86,6 +87,7 @@ def test_a_script_with_our_trainer_ends_well_without_doing_anything(slowed, tmp_
         assert left.statuses == [0, 0], left.logs
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["iterator", "iterator, destroyed by the script", "iterator that is left"])
 def test_a_script_with_a_packed_iterator_ends_well_on_four_processes(slowed, tmp_path, case):
@@ -101,6 +103,7 @@ def test_after_an_error_the_status_is_the_error_s(slowed, tmp_path, case):
     assert "ValueError: of the script itself" in left.logs[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DDP, packed, finished", "ZeRO 2, packed, stopped", "ZeRO 3, padded, finished"])
 def test_a_run_of_the_command_ends_well(slowed, tmp_path, name):

@@ -51,6 +51,7 @@ def test_a_resumed_run_goes_on_exactly(kind, worlds):
         assert [ids for ids, _ in rest] == [whole[stop:] for stop in stops]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "size", "worlds", "stop"), [
     (83, 7, (4, 3, 5), 4),

@@ -126,6 +126,7 @@ def test_few_sequences_keep_any_number_of_ranks_busy(seed: int) -> None:
     check_degrees(seed)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_four_thousand_requests() -> None:
     for seed in range(4_000):

@@ -244,6 +244,7 @@ main()
 _READY = "from ullage.planning.solver import balancing, compiled; compiled.compiled(balancing.balance)\n"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("after", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", ["python", pytest.param("compiled", marks=pytest.mark.slow), "compiling"])
 def test_ctrl_c_ends_a_plan_with_one_line(tmp_path: Path, form: str, after: float) -> None:

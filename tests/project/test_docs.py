@@ -80,7 +80,7 @@ def run_python(page, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
+@pytest.mark.matrix(keep=0.2)
 @pytest.mark.parametrize("page", pages_with(commands_of))
 def test_a_page_runs_as_pasted_in_an_empty_folder(page, tmp_path):
     """Python and commands in the order of the page, in one folder, which holds what the reader has, or nothing."""

@@ -116,7 +116,7 @@ def test_a_model_of_text_takes_no_images():
         picture_samples(tiny_model("llama", "causal"))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(keep=0.1)
 @pytest.mark.slow
 @pytest.mark.since("transformers", "5.23", "has types that the table, made with 5.23, has not")
 @pytest.mark.parametrize("model_type", model_types("image"))

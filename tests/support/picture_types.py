@@ -118,7 +118,8 @@ def by_hand(model_type, seed=0, *, alone=True, **parts):
             if not count:
                 continue  # the mean over no labels is no number
             part = model(**keywords).loss * count / sum(counts)
-            part.backward()
+            if part.requires_grad:  # not that of text alone, where adapters of the tower alone are trained
+                part.backward()
             loss += part.item()
         losses.append(loss)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), NORM)))

@@ -84,6 +84,7 @@ def test_a_loss_of_ones_own_is_that_of_the_whole_step(tmp_path, trainer):
     assert_same([parts], whole, [1, 2, 3])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_goes_on_on_four_three_and_five_ranks_under_ddp_and_zero(tmp_path, alone):
     cases = {f"{name} {stage}": {**WAYS[name], "stage": stage} for name in WAYS for stage in (0, 1, 2, 3)}

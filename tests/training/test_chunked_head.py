@@ -338,6 +338,7 @@ def test_two_ranks_train_in_chunks_as_without(pair, case):
     assert real[0] != real[1], "no microbatch was empty, which shows nothing of those"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_peak_is_at_most_a_quarter():
     """Of whole processes, at 6,144 tokens and 32,768 words; and what is beside the process itself, a tenth."""

@@ -141,6 +141,7 @@ def assert_parted(ranks, case, alone, parts):
         assert rank[case]["held"]["moments"] * parts == alone["held"]["moments"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):

@@ -26,6 +26,7 @@ def test_each_sequence_of_each_step_is_trained_once_whatever_befalls_the_ranks(s
     assert all(life.statuses.count(0) < life.ranks for life in told.lives[:-1]), "nothing befell it"
 
 
+@pytest.mark.long
 def test_one_of_two_hosts_is_killed_and_comes_back(lives):
     told = two_hosts(lives)
     assert told["problems"] == []

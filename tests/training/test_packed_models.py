@@ -61,6 +61,7 @@ STAGES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", STAGES)

@@ -229,6 +229,7 @@ def test_a_wish_to_stop_on_one_rank_is_known_to_all_before_the_next_step(alone, 
     assert alone["recurrent"]["agreed"] == [0, 15, 15, 15, 15]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_trains_as_one_process_and_compiles_nothing(alone, pair, more, tmp_path, stage):

@@ -54,6 +54,7 @@ SHARDED |= {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("cases", [CASES, SHARDED], ids=["ddp and fsdp", "zero"])
@@ -115,6 +116,7 @@ def test_images_that_first_come_in_an_evaluation_are_evaluated_as_each_alone(tmp
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.regression

@@ -44,6 +44,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "world"),

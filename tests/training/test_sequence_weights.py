@@ -258,6 +258,7 @@ def test_weighed_labels_run_in_chunks_with_their_head(tmp_path, monkeypatch):
     torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(("kind", "fewest"), [("causal", 170), ("masked", 40), ("seq2seq", 25)])

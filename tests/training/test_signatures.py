@@ -89,6 +89,7 @@ def test_trainers_of_trl_have_their_own_parameters(name):
     assert ours == theirs
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_type_checker_accepts_what_is_right_and_refuses_each_mistake(tmp_path):
     for name, text in (("accepted", ACCEPTED), ("refused", REFUSED)):

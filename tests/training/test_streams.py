@@ -162,6 +162,7 @@ def live(folder, worlds, data, count, size, stop, **options):
     return trained, losses
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(

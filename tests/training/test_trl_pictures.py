@@ -31,6 +31,7 @@ def test_sft_with_images_is_that_of_padded_rows(tmp_path):
     compare("SFT", "qwen2_5_vl", tmp_path, 96, max_steps=3)
 
 
+@pytest.mark.matrix
 @slow
 @pytest.mark.parametrize(
     ("name", "kind", "options"),

@@ -191,6 +191,7 @@ ALONE = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @slow
 @pytest.mark.parametrize("case", ALONE)
 def test_losses_are_those_of_padded_rows(case, tmp_path):

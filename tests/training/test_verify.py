@@ -163,6 +163,7 @@ def test_rows_of_preference_losses_are_proved_by_their_logits(tmp_path):
     assert trainer._packer.proof.last.passed
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp"])

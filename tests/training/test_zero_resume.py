@@ -133,6 +133,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int], dict[st
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_precisions_and_padding(sources, tmp_path: Path, kind: str) -> None:
@@ -183,6 +184,7 @@ def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     assert all(abs(found[step] - expected[step]) < 1e-5 for step in range(4, 9)), (expected, found)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "target", "world"), [(1, 3, 3), (2, 0, 2), (3, 0, 1)])
 def test_our_trainer_resumes_from_the_shards_themselves(tmp_path: Path, stage: int, target: int, world: int) -> None:
