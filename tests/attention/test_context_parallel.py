@@ -13,6 +13,7 @@ def assert_small(found, tolerance):
     assert not too_large
 
 
+@pytest.mark.slow
 def test_models_give_what_one_process_gives_on_one_to_four_ranks():
     found = values(run(cases.models_in_worlds, 4, list(cases.MODELS)))
     assert len(found[0]) == (3 + 1 + 1) * 4
@@ -57,6 +58,7 @@ def test_the_ranks_work_together_before_and_after_every_fault(faults):
     assert all(worst < 1e-5 for _, worst in faults)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "words"), [
     ("another size everywhere", ["InputError", "cut for another axis", "of 3, found rank"]),
     ("another row", ["DistributedError", "different rows", "rank 2"]),

@@ -35,6 +35,7 @@ def comes_back(batch, samples):
         equal_samples(got, want)
 
 
+@pytest.mark.slow
 @given(drawn, st.sampled_from([1, 4]))
 def test_samples_come_back_without_a_hole_between_items(samples, pad_to_multiple_of):
     batch = RaggedBatch.from_samples(samples, pad_to_multiple_of)

@@ -63,7 +63,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(plain, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=4))
 def test_torch_loads_what_we_write_and_we_read_it_back(tmp_path_factory, value, shapes):
     arrays = [np.arange(math.prod(s), dtype=np.float32).reshape(s) - 3 for s in shapes]

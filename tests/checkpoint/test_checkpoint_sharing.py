@@ -44,6 +44,7 @@ def finish(process, status=0):
     return out
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
     killed = start(written.folder, tmp_path / "out", kill_after=HALF)
     finish(killed, -signal.SIGKILL)
@@ -64,6 +65,7 @@ def test_a_killed_conversion_goes_on_where_it_was(written, tmp_path):
     assert zipfile.ZipFile(tmp_path / "out" / "zero" / "a.weight" / "exp_avg.pt").testzip() is None  # checksums
 
 
+@pytest.mark.slow
 def test_a_source_that_changed_in_between_is_read_anew(tmp_path):
     first = real_zero.write(tmp_path / "run", RECIPE)
     finish(start(first.folder, tmp_path / "out", kill_after=HALF), -signal.SIGKILL)

@@ -144,6 +144,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("arguments", "status", "message"), WRONG)
 def test_mistakes_are_said_in_a_line(run, arguments, status, message):
     found, out, err = run("plan", *arguments)

@@ -206,6 +206,7 @@ def test_a_name_with_sizes_a_config_file_and_other_columns(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "again").cell == "gru"
 
 
+@pytest.mark.slow
 def test_a_stream_trains_packed_and_continues_exactly(data, tmp_path):
     arguments = ["--data", data, "--streaming", "--model", "llama-16x1", *COMMON, "--packing_capacity", 256]
     arguments += ["--max_steps", 6, "--save_steps", 3, "--save_total_limit", 3]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.property
 lengths_of = st.lists(st.integers(0, 10**9), min_size=1, max_size=30)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(lengths_of, st.sampled_from([" ", "\n", ", ", "\r\n"]))
 def test_formats_on_a_stream_agree(lengths, between):
     array = io.BytesIO()
@@ -48,7 +48,7 @@ def test_a_histogram_counts_each_sequence_once_and_stays_in_its_box(lengths, pow
     assert (token_label(512), token_label(131_072), token_label(1536)) == ("512", "128k", "1.5k")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 300), max_size=40),
     st.sampled_from([1, 2, 4, 8]),

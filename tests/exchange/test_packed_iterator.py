@@ -11,6 +11,7 @@ from tests.support.processes import run, values
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_sequence_arrives_once_and_steps_are_the_stream_in_order(world):
     """Also where there are fewer sequences than ranks, smaller steps than ranks, and none at all."""
@@ -97,6 +98,7 @@ def failures(ranks):
     return [rank["failures_of_iterator"] for rank in ranks]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "words"), [
     ("missing key 0", ["'labels'", "sample 19 of the stream"]),
     ("missing key 3", ["'labels'", "sample 19 of the stream"]),
@@ -163,6 +165,7 @@ def topologies():
     return functools.cache(lambda world: values(run(cases.topologies, world, GRIDS[world], BROKEN)))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("world", "number"), [
     *((4, number) for number in range(3)), (8, 0), (8, 1),

@@ -81,7 +81,7 @@ def test_packed_pairs_equal_each_pair_alone(kind, attention, multiple):
     assert_exact(build(kind, attention), pairs_of(PAIRS), multiple)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=6))
 def test_packed_pairs_of_any_lengths_equal_each_pair_alone(sizes):
     assert_exact(build(), pairs_of(sizes))

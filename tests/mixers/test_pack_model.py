@@ -138,6 +138,7 @@ def test_a_pickle_and_a_saved_folder_are_those_of_the_unpacked_model(tmp_path, m
     assert "ullage" not in (tmp_path / "folder" / "config.json").read_text()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "gpt_neo"])
 def test_gradient_checkpointing_repeats_a_layer_with_its_own_row(model_type, reentrant):

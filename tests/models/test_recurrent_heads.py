@@ -75,6 +75,7 @@ def test_labels_of_minus_hundred_count_nowhere() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_relu", "mingru"])
 def test_the_dense_path_compiles_without_a_break(cell: str) -> None:

@@ -110,7 +110,7 @@ def test_every_way_in_equals_one_by_one(cell: str, kind: str, shape: str) -> Non
             assert_gives(model, _way(way, samples, kind), expected, tolerance, way)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=20),
     st.sampled_from(sorted(CELLS)),

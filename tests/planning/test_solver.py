@@ -200,6 +200,7 @@ _COMPILES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_process_ends_in_silence_while_kernels_are_compiled(tmp_path: Path, seconds: float) -> None:
     process = _run(_COMPILES + f"time.sleep({seconds})", tmp_path)
@@ -258,6 +259,7 @@ def test_ctrl_c_ends_a_plan_with_one_line(tmp_path: Path, form: str, after: floa
     assert (status, lines) == (130, ["ullage: interrupted"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["python", "compiling"])
 def test_a_program_gets_the_interrupt_and_can_plan_again(tmp_path: Path, form: str) -> None:
     code = _TOLD + (

@@ -93,6 +93,7 @@ def lived(case, tmp_path, waits_for):
     return statuses, log.read_text(), time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["killed", "failed", "stopped_in_a_step", "stopped_before_a_step"])
 def test_each_of_the_others_ends_with_a_line_that_says_what_is_saved(case, tmp_path):

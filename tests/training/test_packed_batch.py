@@ -41,6 +41,7 @@ class Reading:
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_a_step_of_ones_own_reads_the_flattened_batch(tmp_path, family):

@@ -91,6 +91,7 @@ def test_lengths_that_fit_are_let_through_and_padding_is_no_length(tmp_path):
         assert trainer.train().global_step == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 2}, {"packing_global_batch_size": 6}], ids=str)
 def test_a_sequence_over_the_capacity_met_in_a_step_is_named_by_its_index(tmp_path, options):
     samples = Read(short_ones([13]))

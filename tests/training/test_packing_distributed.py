@@ -86,6 +86,7 @@ def more(tmp_path_factory):
     return made_by_two(tmp_path_factory.mktemp("more"), MORE_CASES)
 
 
+@pytest.mark.slow
 def test_ddp_trains_as_one_process(alone, pair):
     for name in MODELS:
         ranks = pair[f"{name} arrival"]

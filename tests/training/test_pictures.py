@@ -69,6 +69,7 @@ def test_two_ranks_train_as_on_each_sequence_alone(cases, tmp_path):
 
 # Planted: features of images that depend on the other images of their call. Whatever the first batch has, a run trains as
 # on each sequence alone, or not at all.
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize(("kind", "leak", "first", "capacity"), [
     ("llava", "mean, backward", "one image", 256),

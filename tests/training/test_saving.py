@@ -254,6 +254,7 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path):
     assert examine(tmp_path / "checkpoint-2").damage == ()
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 def test_experts_that_are_saved_one_by_one_are_loaded(tmp_path):
     """transformers' own Trainer looks for them by their name in memory, where they are one tensor of a layer."""
