@@ -420,6 +420,7 @@ def test_a_plain_call_of_a_packed_model_is_its_own(name):
             assert not torch.allclose(model(ids, use_cache=False).logits[0], expected[1])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 64, 128, 129, 400])
 def test_the_blocks_that_see_each_other_are_those_that_torch_finds_pair_by_pair(window, causal):

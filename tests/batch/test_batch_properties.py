@@ -41,6 +41,7 @@ def assert_equal(left, right):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @given(lengths, slots)
 def test_samples_come_back(lengths, pad_to_multiple_of):
     samples, batch = make(lengths, pad_to_multiple_of)

@@ -192,6 +192,7 @@ def limited(run, target, limit, value):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_keeps_the_partial_and_says_what_to_do(written, tmp_path):
     """A real limit of the system on the size of a file stands for the full disk; of 0, not even a journal is written."""
     said = limited(written.folder, tmp_path / "none", "RLIMIT_FSIZE", "0")

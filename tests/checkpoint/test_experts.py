@@ -25,6 +25,7 @@ def recipe(dp, ep, **more):
 RECIPE = recipe(4, 2)
 
 
+@pytest.mark.slow
 def test_experts_come_back_under_their_numbers_among_all(written, tmp_path, capsys):
     inventory = checkpoint.read(written.folder)
     assert inventory.problems() == []

@@ -204,6 +204,7 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", SLOW)
 def test_a_key_costs_no_more_than_its_program(which):
     began = time.process_time()

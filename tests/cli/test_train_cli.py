@@ -96,6 +96,7 @@ def test_resuming_continues_exactly_in_the_second_epoch(run, tmp_path):
     assert losses(tmp_path) == losses(folder)
 
 
+@pytest.mark.slow
 def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, tmp_path, capsys):
     folder, arguments, _ = run
     stopped = tmp_path / "stopped"
@@ -247,6 +248,7 @@ def test_help_is_short_and_has_the_rest_when_asked(capsys):
     assert "--adam_beta1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_exit_status_says_whose_mistake_it_was(data, tmp_path):
     wrong = train_in(1, tmp_path, "--no_such_flag")
     assert (wrong.returncode, wrong.stdout) == (2, "")

@@ -62,6 +62,7 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_it_taken(folder, alo
     assert (damaged / "checkpoint-6.damaged").is_dir()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said(folder, alone):
     going_on = ("--resume_from_checkpoint", alone / "checkpoint-3")
     with pytest.raises(CheckpointError):  # written over the engine's axes

@@ -247,6 +247,7 @@ def test_data_here_need_no_hub_and_are_split_where_evaluations_are_asked_for(tmp
     assert datasets.load_dataset.__module__.startswith("datasets")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-16x1", "gru-16"])
 def test_a_new_model_by_name_learns_chats_and_everything_saved_says_how_turns_end(tmp_path, name):
     rows = [{"messages": said("user", f"{i}?") + said("assistant", str(i))} for i in range(24)]

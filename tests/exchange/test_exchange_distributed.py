@@ -31,6 +31,7 @@ def failures(ranks):
     return [rank["failures_of_steps"] for rank in ranks]
 
 
+@pytest.mark.slow
 def test_steps_that_grow_and_shrink_are_materialized_alike_and_shared_microbatches_are_the_source_s(ranks):
     assert [rank["steps_that_grow_and_shrink"] for rank in ranks] == [True] * 3
     assert [rank["share_cases"] for rank in ranks] == [True] * 3

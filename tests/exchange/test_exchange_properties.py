@@ -140,6 +140,7 @@ def _typed(values, kind):
     return torch.tensor(values).to(kind) if isinstance(kind, torch.dtype) else np.array(values).astype(kind)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 5), _KINDS, _KINDS), min_size=1, max_size=6), st.sampled_from([1, 4]))
 def test_samples_are_read_alike_for_a_batch_and_for_the_exchange_whatever_their_dtypes(drawn_samples, pad):
     samples = [

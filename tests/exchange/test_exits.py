@@ -57,6 +57,7 @@ def end_in_a_fork(rank, world):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), dist.is_initialized()]
 
 
+@pytest.mark.slow
 def test_the_end_drops_idle_groups_and_destroys_the_rest():
     assert values(run(end_after_use, 2)) == [[2, 1, True, 0, False, True]] * 2
 

@@ -19,6 +19,7 @@ def test_exchange_is_materialize_and_shared_microbatches_are_the_source_s_whiche
     assert [rank["shared_pictures"] for rank in ranks] == [True] * 3
 
 
+@pytest.mark.slow
 def test_an_iterator_gives_each_sample_its_images_to_the_end_of_ranks_that_end_unequally_and_resumed(ranks):
     for seen in (rank["iterated"] for rank in ranks):
         assert [len(step) for step in seen] == [6, 6, 6, 5]

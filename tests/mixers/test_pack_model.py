@@ -98,6 +98,7 @@ def test_generation_is_left_as_it_was(model_type):
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", [*WAYS, "roberta"])
 def test_a_copy_is_packed_by_itself(model_type):
     model = tiny_model(model_type, "causal")

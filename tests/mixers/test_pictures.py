@@ -74,6 +74,7 @@ def require_gradients_near(found, expected, limit=1e-5):
         assert float((found[name] - wanted).abs().max()) <= limit * scale, name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", BY_KIND)
 def test_each_sequence_gets_what_it_gets_alone(model_type):
     model, samples = made(model_type)

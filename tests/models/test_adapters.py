@@ -93,6 +93,7 @@ def outputs(model):
     return model(**keywords(labels=False))[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("cell", "bidirectional"), CASES)
 def test_an_adapter_starts_as_nothing_trains_alone_and_merges_exactly(cell, bidirectional, tmp_path):
     before = outputs(make(cell, bidirectional))

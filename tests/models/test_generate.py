@@ -205,6 +205,7 @@ def _ways(prompts: list[Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("kind", ["decoder", "additive"])
 def test_every_way_in_gives_the_same(kind: str, num_beams: int) -> None:
@@ -286,6 +287,7 @@ def test_alignments_come_along(num_beams: int) -> None:
         assert not step[0, ..., len(prompts[0]) :].any()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_given_state_is_gone_on_from(cell: str, num_beams: int) -> None:

@@ -116,6 +116,7 @@ def test_only_the_logits_asked_for() -> None:
     assert torch.equal(as_tuple[0], whole)
 
 
+@pytest.mark.slow
 def test_a_cell_of_ones_own_trains_saves_and_loads(tmp_path: Path) -> None:
     @register_cell("leaky")
     class LeakyCell(Cell):

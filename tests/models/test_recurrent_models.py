@@ -73,6 +73,7 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "changes"), SAVED)
 def test_saved_and_loaded_through_the_auto_classes(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     model = _model(kind, num_hidden_layers=2, layer_norm=True, **changes)

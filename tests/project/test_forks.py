@@ -59,6 +59,7 @@ def test_ranks_that_are_not_done_in_time_are_ended_and_say_where_they_were(scrip
         torchrun(2, path, timeout=3)
 
 
+@pytest.mark.slow
 def test_a_shell_finds_the_forks_and_their_status(tmp_path):
     tools = {**os.environ, **forked.shell_tools(tmp_path / "tools")}
     text = "python -c 'import sys, torch; print(len(sys.modules) > 2000, sys.argv[1])' a | cat; python -c 'exit(7)'"

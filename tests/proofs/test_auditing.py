@@ -130,6 +130,7 @@ def test_a_planted_leak_is_found(plant, monkeypatch):
     assert max(check.value for check in report.checks if not check.passed) > 1e-3, report
 
 
+@pytest.mark.slow
 def test_plain_transformers_with_positions_is_told_from_plain_transformers_without():
     model = tiny_model("llama", "causal", attn_implementation="eager")
     with_positions = audit(model, pack=False)
@@ -252,6 +253,7 @@ def test_the_command_takes_a_function_a_class_and_a_folder_of_ones_own(name, own
     assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "exact"), told.output
 
 
+@pytest.mark.slow
 def test_on_github_a_leak_is_told_beside_its_class_and_in_the_summary(own_models, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(own_models / "summary.md"))

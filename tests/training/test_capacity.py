@@ -119,6 +119,7 @@ def room(monkeypatch):
     return give
 
 
+@pytest.mark.slow
 def test_a_found_capacity_trains_as_the_same_number_does(tmp_path, room, caplog):
     found = capacity_script.train(str(tmp_path))
     assert found["capacity"] % 64 == 0

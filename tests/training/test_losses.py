@@ -289,6 +289,7 @@ def test_a_loss_whose_division_nobody_knows_is_refused_under_packing(kind, optio
         trained(tmp_path, model, kind=kind, packing_capacity=20, **options)
 
 
+@pytest.mark.slow
 def test_a_declaration_is_inherited_and_not_that_of_another_loss(tmp_path):
     for kind in (Inherits, Later):
         runs = [trained(tmp_path, make(RecurrentForCausalLM), kind=kind, packing_capacity=c) for c in (20, 4096)]

@@ -79,6 +79,7 @@ def test_the_row_holds_every_sequence_of_the_step(tmp_path, family, shifts):
         assert int((step["labels"] != -100).sum()) == counted - shifts * len(lengths)
 
 
+@pytest.mark.matrix
 @pytest.mark.regression
 @pytest.mark.parametrize("how", ["pop", "set", "delete", "whole"])
 def test_what_would_go_wrong_is_told(tmp_path, how):

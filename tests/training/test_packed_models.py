@@ -145,6 +145,7 @@ def test_a_packed_model_is_seen_through_what_wraps_it():
         assert forms.form_of(wrapped) == "flattened"
 
 
+@pytest.mark.slow
 def test_a_leak_between_sequences_would_be_seen(padded, tmp_path, monkeypatch):
     """The same steps with rows that are taken for one sequence each."""
     monkeypatch.setattr(packed_models.Trainer, "_prepare_inputs", _as_one_sequence)

@@ -95,6 +95,7 @@ def test_ddp_trains_as_one_process(alone, pair):
     assert_same(pair["recurrent balanced"][0], alone["recurrent"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", OWN)
 def test_a_loss_of_ones_own_is_the_same_on_one_process_without_packing(tmp_path, pair, case):
     name, stage, options = OWN[case]

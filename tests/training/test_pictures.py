@@ -87,6 +87,7 @@ def test_images_that_meet_train_as_each_sequence_alone_from_whatever_step_they_c
     assert found["ways"][0].startswith("native" if first == "text" else "backbone")
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 @pytest.mark.parametrize(("kind", "part", "first"), [("llava", "own mean", "text"), ("qwen2_5_vl", None, "one image")])
 def test_images_that_do_not_meet_stay_in_the_row(kind, part, first, tmp_path):
@@ -102,6 +103,7 @@ def test_a_norm_over_the_images_of_a_batch_is_refused(tmp_path):
     assert "model.norm (BatchNorm1d)" in found["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.regression
 def test_images_that_first_come_in_an_evaluation_are_evaluated_as_each_alone(tmp_path):
     found = []

@@ -109,6 +109,7 @@ def test_predictions_come_back_sample_by_sample(generates: bool, tmp_path: Path)
             assert np.allclose(found, alone.detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_on_ragged_batches_equals_one_on_padded_ones(tmp_path: Path) -> None:
     weights = []
     for collator in (Seq2SeqCollator(), Seq2SeqCollator(flattened=True), None):

@@ -197,6 +197,7 @@ def test_the_source_tells_which_losses_are_plain():
     assert kind_of_loss(other) is None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_a_bad_weight_is_named_by_its_sample(tmp_path, bad):
     samples = [{**sample, "weight": bad if i == 4 else 1.0} for i, sample in enumerate(SAMPLES)]

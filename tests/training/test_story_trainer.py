@@ -106,6 +106,7 @@ def test_gradient_accumulation_is_exact(alone, tmp_path):
         assert result["losses"] == pytest.approx(alone[case]["losses"], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_iterable_datasets_and_workers(alone, tmp_path):
     """On one process an IterableDataset is accelerate's dispatch path, which would tear a PackedSequence apart.
 

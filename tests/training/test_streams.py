@@ -36,6 +36,7 @@ def assert_continues(resumed, whole, step):
     assert resumed["norms"] == whole["norms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "workers", "steps"),
     [("mapped stream", 0, (6, 8)), pytest.param("shuffled stream", 2, (8,), marks=pytest.mark.slow)],
