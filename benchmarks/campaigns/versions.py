@@ -46,7 +46,7 @@ QUICK = {
     "5.24.0": (),
 }
 QUICK_TESTS = (
-    "tests/training/test_packing.py::test_what_is_dropped_counts_in_no_loss",
+    "tests/training/test_packing.py::test_a_step_from_which_everything_is_dropped_changes_nothing",
     "tests/training/test_losses.py::test_smoothed_labels_are_shifted_where_the_loss_shifts",
     "tests/training/test_trainer.py::test_a_step_in_which_no_label_counts_is_one_of_zero_loss_as_in_transformers",
     "tests/models/test_generate.py::test_a_given_state_is_gone_on_from",
@@ -68,9 +68,7 @@ TESTS = (
 TRL_TESTS = (
     "tests/training/test_trl_sft.py::test_losses_and_metrics_are_those_of_trl_unpacked",
     "tests/training/test_trl_sft.py::test_the_ready_trainer_trains_packed_by_trls_defaults_and_resumes",
-    "tests/training/test_trl_preferences.py::test_dpo_is_that_of_padded_rows",
-    "tests/training/test_trl_preferences.py::test_kto_is_that_of_padded_rows",
-    "tests/training/test_trl_preferences.py::test_reward_models_are_those_of_padded_rows",
+    "tests/training/test_trl_preferences.py::test_losses_are_those_of_padded_rows",
     "tests/training/test_trl_preferences.py::test_grpo_is_that_of_padded_rows",
 )
 #: Head -> types: attention of every kind, windows and sinks, experts, states and hybrids, encoders, encoder-decoders.

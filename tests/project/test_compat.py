@@ -3,6 +3,13 @@
 import pytest
 
 from benchmarks.campaigns import versions
+from tests.support.launch import ROOT
+
+
+@pytest.mark.parametrize("named", [*versions.QUICK_TESTS, *versions.TRL_TESTS])
+def test_the_tests_that_it_runs_are_there(named):
+    path, _, name = named.partition("::")
+    assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
