@@ -7,8 +7,11 @@ import re
 import signal
 import sys
 import time
+import types
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 import trl.scripts
 import yaml
@@ -17,7 +20,7 @@ from tests.support import forked, picture_parts
 from tests.support.train_verb import history, jsonl
 from tests.support.trl_cases import model, text, tokenizer
 from tests.support.trl_preferences import pairs, unpaired
-from ullage.cli.trl import METHODS, _launcher_call, _local, _parse, _parser_of, _stopping, _use_end_token
+from ullage.cli.trl import METHODS, _launcher_call, _local, _parse, _parser_of, _stopping, _train, _use_end_token
 from ullage.cli.trl import trl as verb
 from ullage.core.errors import InputError, UsageError
 from ullage.datasets import byte_tokenizer
@@ -137,6 +140,7 @@ def test_help_shows_trls_arguments_and_ours_in_a_group_of_their_own(method):
         ("sft", ["--packing_capcity", "64"], "no such argument .*found --packing_capcity. Did you mean --packing_capacity"),
         ("sft", [], r"TRL is given no data \(ullage trl sft\): .*--help lists"),
         ("sft", ["word"], "a word that belongs to no argument .*found word"),
+        ("sft", ["--dataset_name", "none"], "TRL is given no model .*expected --model_name_or_path.* llama-64x2"),
         ("sft", ["--packing_capacity", "many"], "the arguments cannot be used .*packing_capacity is not a capacity"),
         ("sft", ["--accelerate_config", "none"], "no such configuration"),
     ],
@@ -245,6 +249,69 @@ def test_data_here_need_no_hub_and_are_split_where_evaluations_are_asked_for(tmp
         with pytest.raises(InputError, match=r"no JSON object \(.*chats.jsonl, line 2\)"):
             datasets.load_dataset(str(path))
     assert datasets.load_dataset.__module__.startswith("datasets")
+
+
+def test_what_trl_would_end_at_with_a_traceback_is_one_line(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    pair = said("user", "a") + said("assistant", "b")
+    jsonl(tmp_path / "chats.jsonl", [{"messages": pair}, {"messages": pair[:1]}])
+    jsonl(tmp_path / "named.jsonl", [{"image": "a.png", "conversations": [{"from": "human", "value": "<image>"}]}])
+    common = {"model_name_or_path": "gru-16", "output_dir": "out"}
+    with _local(*local(dataset_name="x", assistant_only_loss="True", **common)):
+        with pytest.raises(InputError, match=r"no turn of the assistant's \(chats.jsonl, line 2\)\. Leave it out"):
+            datasets.load_dataset("chats.jsonl")
+        with pytest.raises(InputError, match=r"no images by name \(named.jsonl\): expected .*metadata.jsonl.*'image'"):
+            datasets.load_dataset("named.jsonl")
+    slip = local(dataset_name="chats.jsonl", chat_template_path="nothere.jinja", **common)
+    with pytest.raises(InputError, match=r"no such chat template here \(nothere.jinja\)"), _local(*slip):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("tokenizer.chat_template is not set and", "--chat_template chatml"),
+        ("Can't load video processor", "torchvision"),
+    ],
+)
+def test_errors_of_others_come_with_what_to_do(error, hint, tmp_path, monkeypatch):
+    def main(*parsed):
+        raise ValueError(error)
+
+    monkeypatch.chdir(tmp_path)
+    script = types.SimpleNamespace(main=main)
+    with pytest.raises(InputError, match=f"cannot begin .*{re.escape(error)}.*{hint}"):
+        _train(script, "sft", local(dataset_name="x", model_name_or_path="gru-16", output_dir="out"))
+
+
+def test_the_new_base_of_an_adapter_stays_in_the_output_folder_and_is_drawn_once(tmp_path):
+    common = {"dataset_name": "x", "model_name_or_path": "gru-16", "use_peft": "True", "output_dir": tmp_path / "out"}
+    weights, found = tmp_path / "out" / "base" / "model.safetensors", []
+    for more in ({}, {"seed": 1, "resume_from_checkpoint": "auto"}, {"seed": 1}):
+        parsed = local(**common, **more)
+        with _local(*parsed):
+            assert parsed[2].model_name_or_path == str(weights.parent)
+        found.append(weights.read_bytes())
+    assert found[0] == found[1] != found[2]
+    assert len(transformers.AutoTokenizer.from_pretrained(weights.parent)) == 259
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_new_model_loads_with_its_base(tmp_path):
+    import peft
+
+    jsonl(tmp_path / "chats.jsonl", [{"messages": said("user", f"{i}?") + said("assistant", str(i))} for i in range(8)])
+    words = ["--dataset_name", "chats.jsonl", "--chat_template", "chatml", "--max_steps", 1, "--packing_capacity", 256]
+    words += ["--model_name_or_path", "llama-16x1", "--use_peft", "--lora_target_modules", "all-linear"]
+    run(tmp_path, *COMMAND, "sft", *words, "--output_dir", tmp_path / "out", "--use_cpu", "--report_to", "none")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "out" / "base")
+    base = safetensors.torch.load_file(tmp_path / "out" / "base" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    kept = loaded.get_submodule(f"base_model.model.{name}.base_layer").weight
+    assert torch.equal(kept, base[f"{name}.weight"])
 
 
 @pytest.mark.slow

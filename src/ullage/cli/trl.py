@@ -28,12 +28,17 @@ import typer
 
 from ullage.core.errors import InputError, UllageError, UsageError, first_line
 from ullage.core.replacing import replaced
-from ullage.datasets.tables import source_for, unreadable
+from ullage.datasets.tables import refuse_for_trl, refuse_slip, source_for, unreadable
 
 #: The method, as TRL names its command -> how its trainer and its configuration begin.
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 #: The heading of ullage's own arguments in the help.
 _OURS = "arguments of ullage"
+#: What an error of TRL's or of transformers' speaks of -> what to do about it.
+_HINTS = {
+    "chat_template is not set": "--chat_template chatml, of sft and reward, gives the model one",
+    "video processor": "pip install torchvision, without which transformers loads no processor that takes clips",
+}
 #: Each turn between two marks, its role in the first line; the assistant's is marked for the loss.
 _CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}{%- if m['role'] == 'assistant' %}"
@@ -271,7 +276,8 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
         if trainer.has_begun:
             raise
         found = " ".join(str(error).split())
-        raise InputError("TRL's script cannot begin", where=f"ullage trl {method}", found=found) from error
+        hint = next((hint for part, hint in _HINTS.items() if part in found), None)
+        raise InputError("TRL's script cannot begin", where=f"ullage trl {method}", found=found, hint=hint) from error
 
 
 @contextmanager
@@ -296,6 +302,7 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
         train, test = script.dataset_train_split, script.dataset_test_split
         if train not in found:
             raise InputError("there is no such split", where=path, expected=" or ".join(found), found=train)
+        refuse_for_trl(path, found[train], getattr(config, "assistant_only_loss", False))
         if config.eval_strategy != "no" and test not in found and not options.get("streaming"):
             parts = found[train].train_test_split(0.05, seed=config.seed)
             found = {train: parts["train"], test: parts["test"]}
@@ -308,26 +315,37 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
         replaced(datasets, "load_dataset", load),
         tempfile.TemporaryDirectory(prefix="ullage-") as folder,
     ):
-        _make_model(model, config.seed, f"{folder}/model")
-        if getattr(config, "chat_template_path", None) == "chatml":
+        if template := getattr(config, "chat_template_path", None):
+            refuse_slip(template, "chat template", ["chatml"], must_exist=template.endswith((".jinja", ".j2")))
+        with config.main_process_first(local=False):  # the ranks share the folder of an adapter's base
+            _make_model(model, config, f"{config.output_dir}/base" if model.use_peft else f"{folder}/model")
+        if template == "chatml":
             config.chat_template_path = _make_template(f"{folder}/chatml")
         yield
 
 
-def _make_model(model: Any, seed: int, folder: str) -> None:
-    """Put a new model by name, such as ``llama-64x2``, with a tokenizer of bytes into a folder that TRL loads."""
+def _make_model(model: Any, config: Any, folder: str) -> None:
+    """Put a new model by name, such as ``llama-64x2``, with a tokenizer of bytes into a folder that TRL loads.
+
+    One rank writes the base of an adapter, and no run that goes on draws it again.
+    """
     from transformers import set_seed
 
     from ullage.datasets import byte_tokenizer
-    from ullage.models.by_name import causal_model, new_config
+    from ullage.models.by_name import causal_model, has_weights, new_config
 
     name, tokenizer = model.model_name_or_path, byte_tokenizer()
-    if name is None or new_config(name, tokenizer) is None:
+    if name is None:
+        hint = "a folder, a name of the hub, or a new model: llama-64x2"
+        raise UsageError("TRL is given no model", where="ullage trl", expected="--model_name_or_path", hint=hint)
+    if new_config(name, tokenizer) is None:
         return
-    set_seed(seed)
-    causal_model(name, tokenizer).save_pretrained(folder)
-    tokenizer.split_special_tokens = False  # the marks of a chat template are tokens
-    tokenizer.save_pretrained(folder)
+    is_kept = model.use_peft and (config.resume_from_checkpoint or not config.should_save) and has_weights(folder)
+    set_seed(config.seed)
+    if not is_kept:
+        causal_model(name, tokenizer).save_pretrained(folder)
+        tokenizer.split_special_tokens = False  # the marks of a chat template are tokens
+        tokenizer.save_pretrained(folder)
     model.model_name_or_path = folder
 
 

@@ -166,6 +166,23 @@ def text_column(table: Any, where: str, asked: str | None) -> str:
     return found[0]
 
 
+def refuse_for_trl(path: str, rows: Any, only_assistant: bool) -> None:
+    """Raise ``InputError`` for rows of ``path`` that TRL ends at with a traceback.
+
+    Those that name images, and where ``only_assistant`` turns count, a chat without one.
+    """
+    columns = getattr(rows, "features", None) or {}
+    if named := [name for name in ("image", "images") if "string" in str(columns.get(name))]:
+        expected = "a folder of images with a metadata.jsonl of file_name and messages"
+        raise InputError("TRL reads no images by name", where=path, expected=expected, found=f"names in {named[0]!r}")
+    if only_assistant and "messages" in columns and hasattr(rows, "__len__"):
+        for row, chat in enumerate(rows["messages"]):
+            if not any(turn["role"] == "assistant" for turn in chat or ()):
+                where = f"{path}, {row_place([path], row)}"
+                hint = "leave it out, or train on all turns, without --assistant_only_loss"
+                raise InputError("a chat has no turn of the assistant's", where=where, hint=hint)
+
+
 def unreadable(sources: Sequence[str], error: Exception) -> InputError:
     """The error of a library in one line, with the first line of a .jsonl that is no JSON object."""
     where, found = ", ".join(sources), " ".join(str(root_cause(error)).split())[:300] or "no row"
