@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.run.beginning import capacity_for, packing_advice, padding_share
 
 UNEQUAL = np.array([10, 100, 20, 90] * 8)
@@ -29,6 +31,27 @@ def test_the_line_follows_the_padding(lengths, packed, words, urgent):
 
 
 def test_a_model_that_takes_sequences_as_they_are_pads_nothing():
-    assert packing_advice(UNEQUAL, 8, packed=False, pads=False)[0].startswith(
-        "nothing is packed, and nothing is padded"
+    line, _ = packing_advice(UNEQUAL, 8, packed=False, pads=False)
+    assert line.startswith(
+        "nothing is packed, and nothing is padded: the model takes sequences of these lengths (10 to"
     )
+
+
+class Own(torch.nn.Module):
+    """A model of one's own, of padded rows and their lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 2)
+
+    def forward(self, input_ids, lengths, labels=None):
+        return {"loss": self.embed(input_ids).sum() / lengths.sum()}
+
+
+def test_a_model_that_takes_no_capacity_is_advised_none(tmp_path):
+    rows = [{"input_ids": [1] * int(n), "labels": [1] * int(n)} for n in UNEQUAL]
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    line, urgent = Trainer(Own(), arguments, RaggedCollator(), rows).packing_advice()
+    assert urgent
+    assert "capacity" not in line
+    assert "; a PackedSequence (docs/coming_from/pack_padded_sequence.md) would compute none" in line

@@ -21,6 +21,7 @@ from ullage.core.layout import Int64
 from ullage.datasets.stored import stored_lengths
 from ullage.exchange.source import fingerprint
 from ullage.mixers.at_rest import random_states_kept
+from ullage.mixers.wrappers import bare
 from ullage.ranks.world import agreement, by_rank, gather
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
@@ -265,7 +266,7 @@ def packing_advice(
     *,
     packed: bool,
     pads: bool,
-    option: str = "packing_capacity={}",
+    option: str | None = "packing_capacity={}",
 ) -> tuple[str, bool]:
     """A line on what packing brings or would bring: it saves the padding; and whether it costs much to miss it.
 
@@ -274,22 +275,23 @@ def packing_advice(
         batch_size: sequences of a batch on one rank.
         packed: whether the run packs.
         pads: whether batches are padded that are not packed.
-        option: how a capacity is asked for, in the words of who reads the line.
+        option: how a capacity is asked for, in the words of who reads the line; ``None`` where the model takes none.
     """
     share = padding_share(lengths, batch_size)
-    of_these = f"for these lengths ({int(lengths.min()):,} to {int(lengths.max()):,} tokens)"
+    them = f"these lengths ({int(lengths.min()):,} to {int(lengths.max()):,} tokens)"
     percent = f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
     if packed:
         if share < _NOTHING:
-            return f"packing brings nothing: padded batches of {batch_size} would be {percent} padding {of_these}", True
-        return f"packed: batches of {batch_size} would be {percent} padding {of_these}", False
+            return f"packing brings nothing: padded batches of {batch_size} would be {percent} padding for {them}", True
+        return f"packed: batches of {batch_size} would be {percent} padding for {them}", False
     if not pads:
-        return f"nothing is packed, and nothing is padded: the model takes sequences {of_these} as they are", False
+        return f"nothing is packed, and nothing is padded: the model takes sequences of {them} as they are", False
     if share < _NOTHING:
         line = f"nothing is packed, and packing would bring nothing: batches of {batch_size} are {percent} padding"
-        return f"{line} {of_these}", False
-    line = f"nothing is packed: batches of {batch_size} are {percent} padding {of_these}"
-    line += f"; {option.format(capacity_for(lengths, batch_size))} would compute none"
+        return f"{line} for {them}", False
+    line = f"nothing is packed: batches of {batch_size} are {percent} padding for {them}"
+    way = "a PackedSequence (docs/coming_from/pack_padded_sequence.md)"
+    line += f"; {option.format(capacity_for(lengths, batch_size)) if option else way} would compute none"
     return line, share >= _MUCH
 
 
@@ -306,5 +308,6 @@ def advice_for(trainer: Any, reader: BatchReader, packer: Packer, option: str) -
         pads = not packed and reader.form != "flattened"
     except InputError:  # a model that takes none of our forms
         return None, False
+    way = option if isinstance(bare(trainer.model), transformers.PreTrainedModel) else None
     size = args.per_device_train_batch_size
-    return packing_advice(lengths, size, packed=packed, pads=pads, option=option)
+    return packing_advice(lengths, size, packed=packed, pads=pads, option=way)
