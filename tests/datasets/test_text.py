@@ -133,7 +133,7 @@ REFUSED = [
     ("a.csv", "body,title\nx,y\n",
      "which column holds the texts? (a.csv): found body, title. Name it with --text_column"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n',
-     "these rows are no texts (a.jsonl): found messages. Ullage trl sft --dataset_name "),
+     "these rows are no texts (a.jsonl): found messages. ullage trl sft --dataset_name "),
     ("a.jsonl", '{"text": "x"}\n{"text": \n', NO_LINE.format(2)),
     ("a.parquet", "text\nx\n", "the data cannot be read (a.parquet): found Parquet file size is 7 bytes, "),
     ("a.txt", "café".encode("latin-1"), "the data cannot be read (a.txt): found 'utf-8' codec can't decode byte 0xe9"),
@@ -144,6 +144,29 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
 def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path, name, content, message):
     assert refusal(write(tmp_path, name, content)).startswith(message)
+
+
+def test_a_folder_of_several_kinds_of_data_files_is_refused_and_what_lies_beside_data_is_not(tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "x"}\n')
+    for beside in ("config.json", "README.md", "dataset_infos.json"):
+        (folder / beside).write_text("{}")
+    assert load_rows([str(folder)])["text"][:] == ["x"]
+    (folder / "b.csv").write_text("text\ny\n")
+    assert refusal(folder) == (
+        "a folder of several kinds of data files (both): found .csv and .jsonl. Name the files: both/*.csv"
+    )
+    assert load_rows([f"{folder}/*.csv"])["text"][:] == ["y"]
+
+
+@pytest.mark.parametrize("parted", ["text\tlabel\na\t1\n", "text;label\na;1\n"])
+def test_a_csv_that_is_parted_otherwise_is_refused_in_a_folder_too(tmp_path, parted):
+    folder = tmp_path / "of"
+    folder.mkdir()
+    path = write(folder, "a.csv", parted)
+    for where in (path, folder):
+        assert refusal(where).startswith(f"the columns of a .csv file are parted by commas ({where.name}): found 'text")
 
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
@@ -203,6 +226,11 @@ def test_words_that_look_like_special_tokens_are_bytes(tokenizer, tmp_path):
     row["labels"][0] = -100  # in memory of their own
     assert row["input_ids"][0] != -100
     assert tokenize([text], again)[0]["input_ids"].tolist() == tokenize([text], tokenizer)[0]["input_ids"].tolist()
+
+
+def test_one_text_is_not_taken_for_a_list_of_letters(tokenizer):
+    with pytest.raises(InputError, match=r"one text is no list of texts: expected \[text\], found 'one string'"):
+        tokenize("one string", tokenizer)
 
 
 def test_nothing_to_tokenize_and_nothing_left_to_train_on(tokenizer):

@@ -29,6 +29,8 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".arrow": ("arrow", {}),
     ".txt": ("text", {}),
 }
+#: Names of files that are no data files of their folder.
+_BESIDE = ("metadata", "config", "dataset_info", "dataset_infos", "dataset_dict", "state")
 
 
 def load_rows(
@@ -73,9 +75,12 @@ def load_rows(
     if not streaming and not len(table):
         raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     names = table.column_names or [""]
-    if options.get("keep_default_na") is False and "sep" not in options and len(names) == 1 and ";" in names[0]:
+    is_csv = options.get("keep_default_na") is False or Path(name).is_dir()
+    if is_csv and "sep" not in options and len(names) == 1 and {";", "\t"} & {*names[0]}:
         hint = "write it with commas, or with tabs as a .tsv file"
-        raise InputError("the columns of a .csv file are parted by commas", where=where, found=names[0][:60], hint=hint)
+        raise InputError(
+            "the columns of a .csv file are parted by commas", where=where, found=repr(names[0][:60]), hint=hint
+        )
     return table
 
 
@@ -93,6 +98,7 @@ def source_for(sources: Sequence[str]) -> tuple[str, dict[str, Any]]:
         repository, _, revision = name.partition("@")
         return repository, {"revision": revision or None}
     if Path(name).is_dir():
+        _require_one_kind(Path(name))
         return name, {}
     if len(endings) > 1 or endings[0] not in READERS:
         raise InputError(
@@ -100,6 +106,18 @@ def source_for(sources: Sequence[str]) -> tuple[str, dict[str, Any]]:
         )
     reader, options = READERS[endings[0]]
     return reader, {"data_files": [glob.escape(os.path.abspath(file)) for file in files], **options}
+
+
+def _require_one_kind(folder: Path) -> None:
+    """Raise ``InputError`` for a folder of several kinds of data files, of which ``datasets`` would read one."""
+    card = folder / "README.md"
+    if card.is_file() and "data_files" in card.read_text("utf-8", "replace"):
+        return  # it says which
+    names = [Path(file.name.removesuffix(".gz")) for file in folder.rglob("[!._]*") if file.stem not in _BESIDE]
+    endings = sorted({name.suffix.lower() for name in names} & {*READERS})
+    if len({str(READERS[ending]) for ending in endings}) > 1:
+        found, hint = " and ".join(endings), f"name the files: {folder}/*{endings[0]}"
+        raise InputError("a folder of several kinds of data files", where=str(folder), found=found, hint=hint)
 
 
 def refuse_slip(name: str, kind: str, known: Iterable[str] = (), *, must_exist: bool = False) -> None:
@@ -167,10 +185,7 @@ def text_column(table: Any, where: str, asked: str | None) -> str:
 
 
 def refuse_for_trl(path: str, rows: Any, only_assistant: bool) -> None:
-    """Raise ``InputError`` for rows of ``path`` that TRL ends at with a traceback.
-
-    Those that name images, and where ``only_assistant`` turns count, a chat without one.
-    """
+    """Raise ``InputError`` for rows that name images, and for a chat without a turn to train on."""
     columns = getattr(rows, "features", None) or {}
     if named := [name for name in ("image", "images") if "string" in str(columns.get(name))]:
         expected = "a folder of images with a metadata.jsonl of file_name and messages"

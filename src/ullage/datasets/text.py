@@ -210,6 +210,8 @@ def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None =
     token has a label is left out and counted. Raises ``InputError`` if there are no samples or none is left, for a
     sample without tokens, and for labels that are not as many as its tokens (the message says which).
     """
+    if isinstance(samples, str):
+        raise InputError("one text is no list of texts", expected="[text]", found=repr(samples[:40]))
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)
     parts: list[np.ndarray] = []
