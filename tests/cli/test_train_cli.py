@@ -109,6 +109,32 @@ def test_a_run_stops_where_it_is_told_and_a_bare_resume_keeps_its_settings(run, 
     assert losses(stopped) == losses(folder)
 
 
+def test_a_run_that_has_reached_the_step_where_it_stops_trains_no_further(run, tmp_path, capsys):
+    _, arguments, _ = run
+    call = [*arguments, "--output_dir", tmp_path / "stopped", "--stop_at_step", 2]
+    for _ in range(2):
+        train(*call)
+        assert "stopped at step 2 of " in capsys.readouterr().out
+        assert steps_saved(tmp_path / "stopped") == [2]
+
+
+def test_what_a_run_does_not_use_is_said(tmp_path, capsys):
+    path = jsonl(tmp_path / "l.jsonl", [{"text": "ab", "label": 1}, {"text": "cd", "label": 0}])
+    train("--data", path, "--output_dir", tmp_path / "out", *TINY, "--held_out", 0, "--max_steps", 1)
+    said = capsys.readouterr().out
+    assert f"{path}: the column 'label' is not used" in said
+    assert "\nno sequence is held out to evaluate on\n" in said
+    held = jsonl(tmp_path / "one.jsonl", [{"text": "ab"}])
+    train("--data", path, "--eval_data", held, "--output_dir", tmp_path / "two", *TINY, "--max_steps", 1)
+    assert "\n1 sequence to evaluate on, 3 tokens\n" in capsys.readouterr().out
+
+
+def test_data_that_are_not_there_are_said_before_a_folder_that_holds_another_run(run, tmp_path):
+    folder, _, _ = run
+    with pytest.raises(InputError, match="there is no such data file here"):
+        train("--data", tmp_path / "nothere.jsonl", "--output_dir", folder)
+
+
 def test_a_run_keeps_its_global_batch_on_other_processes_unless_the_call_has_another(monkeypatch):
     before = {"batch": [4, 1, 4]}
     monkeypatch.setenv("RANK", "0")
@@ -252,7 +278,7 @@ def test_help_is_short_and_has_the_rest_when_asked(capsys):
 def test_the_exit_status_says_whose_mistake_it_was(data, tmp_path):
     wrong = train_in(1, tmp_path, "--no_such_flag")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "ullage: unknown argument --no_such_flag. Ullage train --help-all lists all of them\n"
+    assert wrong.stderr == "ullage: unknown argument --no_such_flag. ullage train --help-all lists all of them\n"
     bad = train_in(1, tmp_path, "--data", data, "--learning_rate", "1e38", "--output_dir", "out", *TINY)
     assert bad.returncode == 1
     assert bad.stderr.splitlines()[-1].startswith("ullage: the loss or its gradient is not a number (step ")

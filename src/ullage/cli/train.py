@@ -2,7 +2,6 @@
 
 Flags are HfArgumentParser's, files ``datasets``', models transformers', steps and checkpoints our Trainer's. Chats,
 preferences, images and LoRA are ``ullage trl``'s.
-
 A run writes down what was said of it (``ullage_run.json``) once a step is done. The same command goes on with it, on
 any number of processes; a call that says otherwise is refused. A library's refusal is passed on in one line.
 """
@@ -42,7 +41,7 @@ from ullage.core.errors import InputError, UllageError, UsageError, first_line, 
 from ullage.core.leaving import LOST, leave_at_once
 from ullage.core.replacing import replacing
 from ullage.datasets import byte_tokenizer, docstrings, split_held_out, tokenize
-from ullage.datasets.tables import load_rows, near, refuse_slip, revised
+from ullage.datasets.tables import load_rows, near, refuse_slip, revised, source_for
 from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config
@@ -63,9 +62,7 @@ FREE = re.compile(
 )
 #: Settings of DeepSpeed that transformers fills in.
 FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-
 KINDS = f"{', '.join(CELLS)}, llama, any type"
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -178,6 +175,8 @@ def samples_of(sources: list[str] | None, args: DataArguments, split: str, revis
     revisions |= {sources[0]: commit[1]} if commit else {}
     if lost := len(table) - len(samples):
         tell(f"{', '.join(sources)}: {lost:,} of {len(table):,} rows are empty and left out")
+    if "label" in table.column_names:
+        tell(f"{', '.join(sources)}: the column 'label' is not used: a model learns to write the texts alone")
     return samples
 
 
@@ -191,7 +190,7 @@ def datasets_of(data: DataArguments, model: Any, tokenizer: Any, parts: list[lis
             part.require_vocabulary(config.vocab_size, ", ".join(data.data or ()) or None)
             cut = f", {part.num_truncated:,} cut to {limit}" if part.num_truncated else ""
             lost = f", {part.num_dropped:,} without a label left out" if part.num_dropped else ""
-            tell(f"{len(part):,} sequences to {use}, {part.num_tokens:,} tokens{cut}{lost}")
+            tell(f"{len(part):,} sequence{'s' * (len(part) > 1)} to {use}, {part.num_tokens:,} tokens{cut}{lost}")
     if data.streaming:
         rows = load_rows(data.data or (), data.data_config, data.data_split, streaming=True)
         sets[0] = tokenize_stream(rows, data.text_column, tokenizer, limit, config.vocab_size, seed)
@@ -201,7 +200,6 @@ def datasets_of(data: DataArguments, model: Any, tokenizer: Any, parts: list[lis
 def model_and_tokenizer(args: ModelArguments, asked: str | None, revisions: dict[str, str]) -> tuple[Any, Any]:
     """The model, and its tokenizer or the one that is asked for; ``revisions`` takes down the commit of the hub's."""
     name, revision = revised(args.model, revisions)
-    code: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     is_new = new_config(name, byte_tokenizer()) is not None
     if not is_new:
         refuse_slip(args.model, "model", [re.sub(r"^\w+", kind, name) for kind in ("llama", *CELLS) if "/" not in name])
@@ -211,8 +209,8 @@ def model_and_tokenizer(args: ModelArguments, asked: str | None, revisions: dict
     tokenizer = byte_tokenizer()
     if asked != "bytes":
         refuse_slip(asked, "tokenizer", ["bytes"])
-        folder, its_revision = revised(asked, revisions)
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=its_revision or "main", **code)
+        home, at = revised(asked, revisions)
+        tokenizer = AutoTokenizer.from_pretrained(home, revision=at or "main", trust_remote_code=args.trust_remote_code)
     model = causal_model(name, tokenizer, revision or "main", args.trust_remote_code)
     if getattr(model.config, "_commit_hash", None):
         revisions[args.model] = model.config._commit_hash
@@ -226,20 +224,18 @@ def decided(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_of(said: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The record of the run that a call belongs to, ``{}`` for a new one.
-
-    Raises ``InputError`` where the folder holds another run.
-    """
+    """The record of the run that a call belongs to, ``{}`` for a new one; ``InputError`` where another is there."""
     resume = str(said.get("resume_from_checkpoint", "auto"))
     path = (Path(resume).parent if Path(resume).is_dir() else folder) / RECORD
-    is_new = said.get("overwrite_output_dir") or not path.is_file()
-    record = {} if is_new else json.loads(path.read_text())
+    record = {} if said.get("overwrite_output_dir") or not path.is_file() else json.loads(path.read_text())
     there, here = record.get("settings", {}), decided(said)
     pairs = {name: (there.get(name), here.get(name)) for name in sorted({*there, *here})}
     changed = [f"{name} {before} there, {now} here" for name, (before, now) in pairs.items() if before != now]
     others = [each.name for each in (*checkpoints_in(folder), *map(folder.joinpath, WEIGHT_FILES)) if each.exists()]
     is_told = {"resume_from_checkpoint", "overwrite_output_dir"} & {*said}
     if (changed if record else others) and not is_told:
+        for name in {"data", "eval_data"} & {*said}:  # what is not there is said first
+            source_for(said[name])
         hint = "go on with --resume_from_checkpoint, start over with --overwrite_output_dir, or name another folder"
         found = "; ".join(changed if record else others)
         raise InputError("the output folder holds another run", where=str(folder), found=found, hint=hint)
@@ -282,10 +278,13 @@ class Notes(EarlyEnd):
     def __init__(self, folder: Path, record: dict[str, Any], stop: int | None) -> None:
         self.path, self.record, self.last = folder / RECORD, record, stop or math.inf
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        Notes.begun = Notes.begun or self.write()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.last <= state.global_step < state.max_steps:
             self.end(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Notes.begun = Notes.begun or self.write()
+        self.on_train_begin(args, state, control)
 
     def write(self, **more: Any) -> bool:
         """Write the record, with what is new, on the first rank."""
@@ -324,6 +323,7 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     count, step = num_parameters(model), record["batch"][2]
     tell(f"{type(model).__name__}: {count:,} parameters; {len(tokenizer):,} tokens; a step: {step:,} sequences")
     if sets[1] is None:
+        tell("no sequence is held out to evaluate on")
         args.eval_strategy = type(args.eval_strategy)("no")
     axes = {name: getattr(sizes, name) for name in ("dp", "cp", "tp") if getattr(sizes, name)}
     if axes:  # over these every run is packed

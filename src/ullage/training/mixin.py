@@ -281,8 +281,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return advice_for(self, self._reader, self._packer, option)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run transformers' epoch, unless no step is left: upstream looks only after it has trained one."""
-        if self.state.global_step >= self.state.max_steps:
+        """Run transformers' epoch, unless no step is left to train: upstream looks only after it has trained one."""
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         self._capacity.settle(kwargs["model"])
