@@ -71,6 +71,13 @@ def test_no_name_of_a_package_hides_a_module():
     assert house.hidden_modules(TREE) == set()
 
 
+def test_what_dir_shows_of_the_package_is_for_its_users():
+    import ullage
+
+    assert {"TYPE_CHECKING", "annotations", "lazy_names"}.isdisjoint(dir(ullage))
+    assert {*ullage.__all__, "__version__"} <= {*dir(ullage)}
+
+
 def test_lazy_names_are_those_that_type_checkers_see():
     tables = house.lazy_tables(TREE)
     assert {"ullage", "ullage.training", "ullage.datasets", "ullage.engines.fsdp"} <= tables.keys()

@@ -44,7 +44,7 @@ class UllageError(Exception):
         if facts:
             line += ": " + ", ".join(facts)
         if hint is not None:
-            line += f". {hint[:1].upper()}{hint[1:]}"
+            line += f". {hint if hint.startswith('ullage ') else hint[:1].upper() + hint[1:]}"
         super().__init__(" ".join(line.split()))
 
 

@@ -51,6 +51,6 @@ def lazy_names(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *public})
+        return sorted({*vars(sys.modules[package]), *public} - {"TYPE_CHECKING", "annotations", "lazy_names"})
 
     return load, names, public
