@@ -23,7 +23,6 @@ MADE_BY_PYTHON = {
 }
 #: Pages whose commands take a file or a model that the reader has, and which one. All others begin in an empty folder.
 READERS_OWN = {
-    "docs/checkpoints.md": "the checkpoint of a Trainer",
     "docs/fsdp.md": "the checkpoint of a DeepSpeed run",
     "docs/packed_models.md": "a folder with a model",
     "docs/planning.md": "files of lengths and of token ids",
@@ -135,16 +134,6 @@ def _zero(target: Path) -> None:
     (target.parent / "latest").write_text(target.name)
 
 
-def _trainers(target: Path) -> None:
-    """A folder of the Trainer, of one process."""
-    run = target.with_name(f".{target.name}")
-    command = "ullage train --model llama-16x1 --data texts.jsonl --max_steps 2 --save_steps 2 --max_length 32"
-    _texts(target.parent / "texts.jsonl")
-    done = run_shell(f"{command} --output_dir {run}", target.parent, target.parent)
-    assert done.returncode == 0, done.stdout
-    shutil.move(run / "checkpoint-2", target)
-
-
 #: What a block may name, and what makes it.
 FILES: dict[str, Callable[[Path], None]] = {
     "texts.jsonl": _texts,
@@ -156,6 +145,5 @@ FILES: dict[str, Callable[[Path], None]] = {
     "lengths.tsv": _lengths,
     "llama.json": _config,
     "path/to/model": _model,
-    "checkpoint-300": _trainers,
     "runs/zero/checkpoint-300/global_step300": _zero,
 }
