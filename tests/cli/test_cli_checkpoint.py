@@ -84,6 +84,22 @@ def test_inspect_of_a_damaged_checkpoint_exits_with_one(run: Run, truth: Truth, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged"]
 
 
+def test_tensors_are_counted_alike_whatever_the_ranks_and_a_step_is_a_whole_number(
+    run: Run, truth: Truth, tmp_path: Path
+) -> None:
+    number = len(as_json(run("inspect", truth.folder, "--json"))["tensors"])
+    for ranks in (1, 4):
+        target = tmp_path / str(ranks)
+        status, out, err = run("convert", truth.folder, target, "--to", "zero2", "--ranks", ranks)
+        assert status == 0, err
+        assert f"{number} tensors in " in out
+    shown = write(tmp_path / "no buffers", Recipe(stage=1, dp=1, groups=[{"w": (3,)}]))
+    assert re.search(r"parameters +1 *\n", run("inspect", shown.folder)[1])
+    trainers = tmp_path / "trainer"
+    assert run("convert", truth.folder, trainers, "--to", "trainer")[0] == 0
+    assert re.search(r"step +7 *\n", run("inspect", trainers)[1])
+
+
 def test_convert_then_verify(run: Run, truth: Truth, tmp_path: Path) -> None:
     target = tmp_path / "made" / "on the way" / "universal"
     status, out, err = run("convert", truth.folder, target, "--workers", 2)

@@ -109,7 +109,7 @@ def test_oversize_and_giants_over_several_ranks(run, tmp_path):
     (tmp_path / "a.txt").write_text("10 200 30 400")
     status, out, err = run("plan", tmp_path / "a.txt", "-c", 100)
     assert (status, out) == (1, "")
-    assert all(word in err for word in ("sequence 1", "200", "100"))
+    assert all(word in err for word in ("sequence 1", "200", "100", "--oversize"))
     status, _, err = run("plan", tmp_path / "a.txt")
     assert status == 2
     assert "the capacity is missing" in err

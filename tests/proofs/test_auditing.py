@@ -213,6 +213,7 @@ def test_what_is_not_audited_has_a_status_of_its_own(arguments, words, own_model
     told = CliRunner().invoke(app, ["audit", *arguments])
     assert told.exit_code == 2
     assert words in told.output
+    assert ".." not in told.output
     assert told.stdout == ""
 
 

@@ -135,7 +135,8 @@ def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
         layers = f"{held} in each of {len(written_by.experts)} layers"
         yield "experts", layers + (f", ep {sizes}" if sizes else ", none trained")
     yield "files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"
-    yield "parameters", f"{len(by_name(inventory)):,}, buffers among them"
+    buffers = ", buffers among them" if any(tensor.kind == "buffer" for tensor in inventory.tensors) else ""
+    yield "parameters", f"{len(by_name(inventory)):,}{buffers}"
     yield "tensors", f"{len(inventory.tensors):,}, the states of each counted, {size(inventory.num_bytes)}"
     yield "states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())
     yield "dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))
@@ -144,7 +145,7 @@ def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
     if inventory.aliases:
         yield "tied", ", ".join(f"{alias} is {name}" for alias, name in list(inventory.aliases.items())[:limit])
     if inventory.steps:
-        yield "step", ", ".join(str(step) for step in dict.fromkeys(inventory.steps.values()))
+        yield "step", ", ".join(str(step).removesuffix(".0") for step in dict.fromkeys(inventory.steps.values()))
 
 
 def _bytes_by_key(inventory: Any) -> dict[str, int]:

@@ -44,7 +44,8 @@ class UllageError(Exception):
         if facts:
             line += ": " + ", ".join(facts)
         if hint is not None:
-            line += f". {hint if hint.startswith('ullage ') else hint[:1].upper() + hint[1:]}"
+            hint = hint if hint.startswith("ullage ") else hint[:1].upper() + hint[1:]
+            line = f"{line.removesuffix('.')}. {hint}"
         super().__init__(" ".join(line.split()))
 
 

@@ -127,7 +127,7 @@ def refuse_oversize(given: Int64, most: int, pad_to_multiple_of: int) -> None:
             expected=f"at most the capacity of {most} tokens"
             + (f" at pad_to_multiple_of={pad_to_multiple_of}" if pad_to_multiple_of > 1 else ""),
             found=int(given[i]),
-            hint="raise the capacity, or truncate or drop what is longer",
+            hint="raise the capacity, or truncate or drop what is longer: by oversize, in the shell --oversize",
         )
 
 

@@ -156,11 +156,15 @@ def convert(
 
 def _report(inventory: Inventory, targets: list[Target], target: Path, format: str) -> Report:
     """The report of a conversion that has not begun: what it will write."""
+    carried = [payload.tensor for t in targets for payload in t.payloads]
+    if format.startswith("zero"):  # its pieces hold parts of many tensors, and more pieces on more ranks
+        keys = {tensor.key for tensor in carried}
+        carried = [tensor for tensor in inventory.tensors if tensor.key in keys]
     return Report(
         str(inventory.folder),
         str(target),
         format,
-        num_tensors=sum(len(t.payloads) for t in targets),
+        num_tensors=len(carried),
         num_files=len(targets),
         num_bytes=sum(t.num_bytes for t in targets),
         notes=[*inventory.notes, *formats.notes(inventory, format, targets)],
