@@ -76,7 +76,7 @@ def main() -> None:
     # Prompts of unequal length, padded on the left as tokenizers do for generate(); each is run as if it were alone.
     tokenizer.padding_side = "left"
     prompts = ["Return ", "A class that ", "If the file "]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     written = loaded.generate(**inputs, max_new_tokens=60, do_sample=True, top_k=20, temperature=0.7)
     for text in tokenizer.batch_decode(written, skip_special_tokens=True):
         print("  " + " ".join(text.split()))

@@ -103,7 +103,7 @@ def main():
 
     (checkpoint,) = Path(options.output_dir, f"run-{best.run_id}").glob("checkpoint-*")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    prompt = tokenizer("Return ", return_tensors="pt", add_special_tokens=False)
+    prompt = tokenizer("Return ", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     print(repr(tokenizer.decode(written[0], skip_special_tokens=True)))
 

@@ -63,7 +63,7 @@ def test_a_run_says_what_it_did_its_last_lines_load_the_model_and_the_loss_falls
     names: dict = {}
     exec("import ullage.models" + done.stdout.rpartition("import ullage.models")[2], names)  # load the model
     assert names["model"].config.cell == "lstm"
-    assert names["tokenizer"]("ab")["input_ids"] == [100, 101, 1]
+    assert names["tokenizer"]("ab")["input_ids"] == [100, 101]
 
 
 def test_a_second_call_reports_the_finished_run_and_changes_nothing(run, capsys):

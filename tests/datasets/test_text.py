@@ -226,6 +226,7 @@ def test_words_that_look_like_special_tokens_are_bytes(tokenizer, tmp_path):
     row["labels"][0] = -100  # in memory of their own
     assert row["input_ids"][0] != -100
     assert tokenize([text], again)[0]["input_ids"].tolist() == tokenize([text], tokenizer)[0]["input_ids"].tolist()
+    assert again("a</s>")["input_ids"] == [byte + 3 for byte in b"a</s>"]  # a prompt has no end
 
 
 def test_one_text_is_not_taken_for_a_list_of_letters(tokenizer):

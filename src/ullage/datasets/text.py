@@ -183,10 +183,10 @@ def byte_tokenizer() -> Any:
     """Tokenizer of bytes, without a download: ids 3 to 258 are bytes, 0 pads, 1 ends a text, 2 is unknown, as ByT5's.
 
     It is one of the ``tokenizers`` library, so that it saves and loads as any other. ``</s>`` or ``<pad>`` within a
-    text are bytes like any others.
+    text are bytes like any others. A call adds no end, so that a prompt goes on; :func:`tokenize` does.
     """
     with needed_by("ullage.datasets.byte_tokenizer"):
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -196,9 +196,6 @@ def byte_tokenizer() -> Any:
     own = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     own.decoder = decoders.ByteLevel()
-    own.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-    )
     named = dict(zip(("pad_token", "eos_token", "unk_token"), marks, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=own, split_special_tokens=True, **named)
 
