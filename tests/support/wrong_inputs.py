@@ -37,7 +37,7 @@ COMMANDS = {
     f"{_TRAIN} --data texts.jsonl --data_split test": "nknown split",
     f"{_TRAIN} --data nobody/nothing": "the data cannot be read (nobody/nothing)",
     # Models
-    f"{_TRAIN} --data texts.jsonl --model lama-64x2": "Did you mean llama-64x2?",
+    f"{_TRAIN} --data texts.jsonl --model lama-64x2": "Did you mean llama-64x2",
     f"{_TRAIN} --data texts.jsonl --model nobody/nothing": "the run cannot begin",
     f"{_TRAIN} --data texts.jsonl --model bert": "the run cannot begin",
     f"{_TRAIN} --data texts.jsonl --model t5": "the run cannot begin",
