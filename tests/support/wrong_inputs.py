@@ -39,7 +39,7 @@ COMMANDS = {
     # Models
     f"{_TRAIN} --data texts.jsonl --model lama-64x2": "Did you mean llama-64x2",
     f"{_TRAIN} --data texts.jsonl --model nobody/nothing": "the run cannot begin",
-    f"{_TRAIN} --data texts.jsonl --model bert": "the run cannot begin",
+    f"{_TRAIN} --data texts.jsonl --model bert": "sees the tokens that it is to predict",
     f"{_TRAIN} --data texts.jsonl --model t5": "the run cannot begin",
     f"{_TRAIN} --data texts.jsonl --model bare": "the run cannot begin",
     f"{_TRAIN} --data texts.jsonl --model torn": "the run cannot begin",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ullage.core.errors import InputError, first_line, require_one_of
 from ullage.models.by_name import has_weights, new_config, sized_config
@@ -59,7 +60,9 @@ def named_model(
     except (OSError, ValueError, KeyError) as error:
         hint = "with --trust_remote_code its own code is run" if "trust_remote_code" in str(error) else None
         if "/" not in name and not Path(name).exists():
-            hint = f"a new model is named by its type and sizes, such as {name.partition('-')[0]}-64x4"
+            kind = name.partition("-")[0]
+            kind = next(iter(get_close_matches(kind, CONFIG_MAPPING, n=1)), kind)
+            hint = f"a new model is named by its type and sizes, such as {kind}-64x4"
         raise InputError("the model cannot be read", where=name, found=first_line(error)[:200], hint=hint) from error
 
 
