@@ -23,7 +23,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ullage.core.errors import InputError, require_one_of
-from ullage.proofs.given import HEADS, vary
+from ullage.mixers.trial import vary
+from ullage.proofs.given import HEADS
 
 # Sizes of the tiny models: rules by the name of a configuration entry, and the entries of single model types.
 #

@@ -197,13 +197,13 @@ def packed() -> dict[str, Any]:
 
 def families() -> set[str]:
     """The classes of forwards in ``ullage.mixers``, without those that only others build upon."""
-    from ullage.mixers import attending, towers  # noqa: F401  where they are defined
+    from ullage.mixers import projected, towers  # noqa: F401  where they are defined
     from ullage.mixers.forwards import Forward
 
     kinds: list[type] = [Forward]
     for each in kinds:
         kinds += each.__subclasses__()
-    return {each.__name__ for each in kinds if not each.__subclasses__()}
+    return {each.__name__ for each in kinds if not each.__subclasses__() and not each.__name__.startswith("_")}
 
 
 def losses() -> dict[str, Any]:

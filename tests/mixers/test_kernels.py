@@ -15,7 +15,6 @@ from maintenance.tiny import tiny_config, tiny_model
 from tests.support.kernel_standins import CALLS, PACKAGES, file_of
 from ullage import Layout, RaggedBatch, pack_model
 from ullage.mixers.kernels import length_keywords, shares_chunks
-from ullage.mixers.ways import mixers_of
 
 pytestmark = pytest.mark.parity
 
@@ -105,7 +104,7 @@ def test_a_row_is_one_call_of_each_kernel_and_each_sequence_gets_what_it_gets_al
         with pack_model(model):
             CALLS.clear()
             found, found_gradients = outcome(model, lambda: split(row, model(**row).logits[0]))
-        mixers = [mixer for _, mixer in mixers_of(model) if length_keywords(mixer)]
+        mixers = [mixer for mixer in model.modules() if length_keywords(mixer)]
         assert mixers
         assert sorted(CALLS) == sorted((kernels if training else IN_EVALUATION.get(kernels[0], kernels)) * len(mixers))
         assert_near(found, expected, 1e-5)
@@ -144,7 +143,7 @@ def test_a_neighbour_of_other_tokens_or_nan_changes_nothing(model_type):
 def test_a_mixer_of_which_a_function_takes_no_lengths_runs_by_lengths(model_type, packages):
     with file_of(model_type, packages) as module:
         model = model_of(module, model_type).eval()
-        assert not any(length_keywords(mixer) for _, mixer in mixers_of(model))
+        assert not any(length_keywords(mixer) for mixer in model.modules())
         expected = alone(model)
         row = packed_row(rows_of())
         with pack_model(model):

@@ -24,7 +24,7 @@ TYPES = {
     "llava_onevision": ("native", "row"), "internvl": ("native", "row"), "smolvlm": ("native", "row"),
     "mistral3": ("native", "row"), "paligemma": ("native", "row"), "mllama": ("native", "row"),
     # By sequence: as a whole in a row with images, or always.
-    "deepseek_vl": ("backbone", "sequences"), "idefics": ("whole", "sequences"),
+    "deepseek_vl": ("native", "sequences"), "idefics": ("whole", "sequences"),
 }  # fmt: skip
 #: Those of the quick tests: segments and three axes, rows of a batch, masks with parts both ways.
 QUICK = ("qwen2_5_vl", "llava", "gemma3")

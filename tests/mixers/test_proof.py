@@ -10,13 +10,14 @@ import transformers as hf
 from torch import nn
 
 import ullage
+from tests.support import verify_script
 from tests.support.own_models import LEAKING
 from ullage.mixers import SequencesMeet, pack_model
 from ullage.mixers.at_rest import at_rest
-from ullage.mixers.packed_model import put_in, take_out
+from ullage.mixers.packed_model import put_in, take_out, ways_of
 from ullage.mixers.proof import largest, limits_of, prove
 from ullage.mixers.trial import trial_of
-from ullage.mixers.ways import Way, own_attention, ways_of
+from ullage.mixers.ways import Way, own_attention
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 LENGTHS = (5, 33, 2, 17, 5)
@@ -76,7 +77,7 @@ def late(module, hidden):
 
 
 def proved(model, samples, way=None, **options):
-    put_in(model, way or ways_of(model).ways[0], is_proved=True)
+    put_in(model, way or ways_of(model)[0])
     try:
         return prove(model, trial_of(model, samples), **options)
     finally:
@@ -249,24 +250,30 @@ def test_models_that_leaked_are_packed_in_a_way_that_does_not(name):
     model = make()
     labels = {"lstm before a tagging head": lambda each: each % 4}.get(name, lambda each: each)
     samples = [{"input_ids": each, "labels": labels(each)} for each in ids()]
-    finest = ways_of(model).ways[0]
-    assert not proved(model, samples, finest).passed
+    assert not proved(model, samples, Way("native")).passed
     with pack_model(model, verify=samples) as packed:
-        assert packed.way.kind == kind != finest.kind
+        assert packed.way.kind == kind
         assert prove(model, trial_of(model, samples)).passed
 
 
 def test_without_a_way_the_first_module_is_named():
     model = llama()
-    model.model.norm = Within(model.model.norm, lambda _, hidden: hidden + hidden.mean((0, 1)))
-    with pytest.raises(
-        SequencesMeet, match=r"native: .*first in model\.norm \(Within\); .*whole by lengths: in the same module"
-    ):
+    verify_script.put_meeting(model)
+    place = r"model\.layers\.1\.mlp \(Meeting\)"
+    with pytest.raises(SequencesMeet, match=rf"first in {place}; .*whole by lengths: in the same module"):
         pack_model(model, verify=causal())
     assert not ullage.mixers.is_packed(model)
 
 
+def test_what_looks_at_a_whole_call_takes_one_sequence_at_a_time():
+    model = llama()
+    model.model.norm = Within(model.model.norm, lambda _, hidden: hidden + hidden.mean((0, 1)))
+    with pack_model(model, verify=causal()) as packed:
+        assert packed.way.paths == ("model.norm",)
+        assert prove(model, trial_of(model, causal())).passed
+
+
 def test_an_unknown_part_that_works_on_tokens_keeps_the_native_way():
     model = with_change(lambda _, hidden: 2 * hidden)
-    assert str(pack_model(copy.deepcopy(model)).way) == "backbone by lengths"
+    assert str(pack_model(copy.deepcopy(model)).way) == "native"
     assert str(pack_model(model, verify=causal()).way) == "native"

@@ -8,17 +8,19 @@ from collections import Counter
 from tests.support.launch import ROOT
 
 ROOMS = ROOT / "src" / "ullage"
-#: Lines of a room at most, rounded up to 50; "" is for the modules of no room.
+#: Lines of a room at most, rounded up to 50; "" is for the modules of no room. The search in "mixers" came before all
+#: that it replaces has gone: the module calls read off the stack in "attention", and in "mixers" the shapes of
+#: ``by_lengths`` and the first module of a proof.
 BUDGET = {
     "": 100,
-    "attention": 3300,
+    "attention": 3150,
     "checkpoint": 11650,
     "cli": 2150,
     "core": 2850,
     "datasets": 2250,
     "engines": 4450,
     "exchange": 2200,
-    "mixers": 4350,
+    "mixers": 5550,
     "models": 3550,
     "planning": 4300,
     "proofs": 1150,

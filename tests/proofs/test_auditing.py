@@ -16,7 +16,7 @@ from tests.support.launch import ROOT
 from ullage import RaggedBatch, audit
 from ullage.cli.group import app
 from ullage.core.layout import Layout
-from ullage.mixers import by_lengths, forwards, is_packed, pack_model
+from ullage.mixers import by_lengths, finding, forwards, is_packed, pack_model, packed_model
 from ullage.mixers.wrappers import bare
 from ullage.proofs.given import named_model
 
@@ -71,19 +71,12 @@ def test_a_model_that_was_packed_before_stays_packed_in_its_modes(model_type):
 
 # Leaks planted on purpose; those within a model are in test_leaks.py.
 def plant_a_mixer_unwrapped(monkeypatch):
-    put_in = forwards.PartForward.put_in
-    monkeypatch.setattr(
-        forwards.PartForward, "put_in", lambda self: None if "Mixer" in type(self.module).__name__ else put_in(self)
-    )
-    of = by_lengths.PackedRow.of.__func__
-
-    def served(cls, *arguments):
-        row = of(cls, *arguments)
-        row.is_served = True
-        return row
-
-    monkeypatch.setattr(by_lengths.PackedRow, "of", classmethod(served))
-    return audit(tiny_model("bamba", "causal"))
+    model = tiny_model("bamba", "causal")
+    with pack_model(model):
+        for module in model.modules():
+            if isinstance(vars(module).get("forward"), forwards.FoundForward):
+                del vars(module)["forward"]
+        return audit(model)
 
 
 def plant_an_offset_wrong_by_one(monkeypatch):
@@ -114,8 +107,17 @@ def plant_results_in_another_order(monkeypatch):
 
 def plant_padding_that_is_seen(monkeypatch):
     """Rows padded behind for a model whose tokens see later ones."""
-    monkeypatch.setattr(by_lengths.PackedRow, "alike", by_lengths.PackedRow.padded_behind)
-    return audit(tiny_model("rembert", "masked"))
+    model = tiny_model("rembert", "masked")
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(finding, "CALLS", [0])  # as if it called no other attention
+    monkeypatch.setattr(packed_model, "_KNOWN", {})
+    with pack_model(model):
+        found = [vars(module).get("forward") for module in model.modules()]
+        parts = [forward for forward in found if isinstance(forward, forwards.FoundForward) and forward.runs]
+        assert parts
+        for forward in parts:
+            forward.is_causal = True
+        return audit(model)
 
 
 PLANTED = [value for name, value in list(globals().items()) if name.startswith("plant_")]

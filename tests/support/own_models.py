@@ -121,11 +121,11 @@ def _row_norm():
     return model
 
 
-#: By name: how to make it, and the way that is sure without a proof.
+#: By name: how to make it, and the way that it is packed in.
 LEAKING = {
-    "lstm before a tagging head": (lambda: BertLstmForTokenClassification(bert_config(num_labels=4)), "whole"),
+    "lstm before a tagging head": (lambda: BertLstmForTokenClassification(bert_config(num_labels=4)), "mixers"),
     "convolution before lm_head": (lambda: ConvHeadLlamaForCausalLM(llama_config()), "whole"),
-    "layers that mix in the token before": (lambda: ShiftLlamaForCausalLM(llama_config()), "backbone"),
-    "running mean around an embedding": (_running_mean, "backbone"),
-    "norm over the row": (_row_norm, "backbone"),
+    "layers that mix in the token before": (lambda: ShiftLlamaForCausalLM(llama_config()), "mixers"),
+    "running mean around an embedding": (_running_mean, "mixers"),
+    "norm over the row": (_row_norm, "mixers"),
 }

@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 
 from tests.support import own_models, verify_script
 from tests.support.small_runs import losses, on_ranks, quiet
-from tests.support.verify_script import Meeting
 from ullage.mixers import SequencesMeet
 from ullage.training import RaggedCollator, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
@@ -42,7 +41,7 @@ def weights(model):
 
 def meeting():
     model = llama()
-    model.model.layers[1].mlp = Meeting(model.model.layers[1].mlp)
+    verify_script.put_meeting(model)
     return model
 
 
@@ -184,6 +183,6 @@ def test_an_engine_trains_with_the_proof_as_without_it_to_the_last_bit(engine, t
 @pytest.mark.distributed
 @pytest.mark.regression
 def test_ranks_take_the_same_coarser_way(tmp_path):
-    name = "layers that mix in the token before"
+    name = "convolution before lm_head"
     for (rank,) in on_ranks(2, verify_script, tmp_path, [["ddp", name, True]], timeout=300):
-        assert "ShiftLlamaForCausalLM is packed with its backbone by lengths: finer ways do not pass" in rank["said"]
+        assert "ConvHeadLlamaForCausalLM is packed as a whole: finer ways do not pass" in rank["said"]

@@ -14,7 +14,7 @@ with needed_by("ullage.attention", ["transformers"]):
 
 from ullage.attention.context import context_parallel, shard_batch
 from ullage.attention.interface import attention
-from ullage.attention.packed_call import packed_mask
+from ullage.attention.packed_call import describe_masks, packed_mask
 from ullage.attention.segments import packed_attention
 from ullage.attention.support import (
     NAME,
@@ -28,6 +28,7 @@ from ullage.attention.support import (
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, packed_mask)
+describe_masks()
 
 __all__ = [
     "context_parallel",

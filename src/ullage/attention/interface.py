@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ullage.attention.context import serving
+from ullage.attention.current import IN_FORCE, current_row
 from ullage.attention.kernels import Scores, attend
-from ullage.attention.packed_call import DeferredMask, PackedCall, refusal, require_known_keywords
+from ullage.attention.packed_call import (
+    DeferredMask,
+    PackedCall,
+    attend_by_sequence,
+    described_mask,
+    refusal,
+    require_known_keywords,
+)
+from ullage.attention.support import TRYING
 from ullage.attention.ulysses import Slices
 
 _RESTART = "position_ids restart within a row, but no cu_seq_lens_q came to keep its sequences apart"
@@ -68,7 +77,24 @@ def attention(
     below 16, float64), or without ``max_length_q``: once per forward. Collective within ``context_parallel``. Raises
     ``InputError`` for what it does not honour.
     """
-    parallel = serving(context_slices)
+    if IN_FORCE[0] and context_slices is None:
+        found = _of_row_in_force(
+            query,
+            key,
+            value,
+            attention_mask,
+            unknown,
+            module=module,
+            is_causal=is_causal,
+            window=sliding_window,
+            scale=scaling,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        if found is not None:
+            return found, None
+    parallel = None if TRYING else serving(context_slices)
     # A plain call: padded rows, a cache, an encoder.
     if cu_seq_lens_q is None and parallel is None:
         require_known_keywords(module, unknown)
@@ -103,9 +129,42 @@ def attention(
     if parallel is not None:
         return parallel.attend(call, query, key, value), None
     # A whole packed row.
+    if not torch.compiler.is_compiling():
+        CALLS[0] += 1
     call.require_exact(query, key)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return call.attend(*rows)[None], None
+
+
+#: How many calls of this attention were made on packed rows.
+CALLS = [0]
+
+
+@torch.compiler.disable(reason="the row in force is data")
+def _of_row_in_force(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, unknown: dict[str, Any], **options: Any
+) -> Tensor | None:
+    """Attention of the row in force, [1, T, query heads, value dim]; None where none of found parts is."""
+    row = current_row()
+    if row is None or not row.is_found or len(query) != 1:
+        return None
+    module = options["module"]
+    sides = row.sides_of(module, query.shape[2], key.shape[2])
+    if sides is None:
+        return None
+    CALLS[0] += 1
+    row.is_served = True
+    row.note_sides(module, sides)
+    require_known_keywords(module, unknown)
+    mask = described_mask(row, mask)
+    call = PackedCall.of_row(row, sides, mask, unknown={}, **options)
+    if call is not None:
+        return call.attend(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))[None]
+    is_causal = options["is_causal"]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    scores = Scores(causal=bool(causal) and sides[0] == sides[1], scale=options["scale"], softcap=options["softcap"])
+    rest = {"dropout": options["dropout"], "sinks": options["sinks"]}
+    return attend_by_sequence(row, sides, query, key, value, mask, scores, **rest)
 
 
 def _refuse_lost_lengths(module: nn.Module, position_ids: Tensor | None, mask: DeferredMask) -> None:

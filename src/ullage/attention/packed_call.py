@@ -8,6 +8,7 @@ with the fastest kernel that takes it. Context parallel calls the same two metho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
@@ -16,8 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, chunked_overlay, or_masks, sdpa_mask
+from transformers import AttentionMaskInterface, masking_utils
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    chunked_overlay,
+    or_masks,
+    sdpa_mask,
+)
 
+from ullage.attention.current import current_row, row_in_force
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.releases import CACHE, CACHE_NAMES
 from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
@@ -80,8 +89,8 @@ class DeferredMask:
     #: Of the mask that it describes: a model that is given one of four dims hands it on as it is.
     ndim = 4
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: dict[str, Any], make: Callable[..., Any] = sdpa_mask) -> None:
+        self.arguments, self._make = arguments, make
         self.padded = arguments.get("attention_mask") is not None
         self.window: int | None = arguments.get("local_size")
         pattern: Callable[..., Any] = arguments["mask_function"]
@@ -105,6 +114,16 @@ class DeferredMask:
         # In a tuple, because None is a mask too.
         self._built: tuple[Tensor | None] | None = None
         self._of_sequences: dict[tuple[int, int], Tensor | None] = {}
+        self._of_lengths: dict[tuple[int, int], Any] = {}
+        #: Whether a row in force makes masks by sequence, and what its model does to them before.
+        self._is_of_row, self._changes = current_row() is not None, ()
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a sequence alone gets no mask, so that its attention's own ``is_causal`` decides."""
+        name = getattr(self.arguments.get("config"), "_attn_implementation", None)
+        allowed = ("allow_is_bidirectional_skip", False) if self.both_ways else ("allow_is_causal_skip", True)
+        return getattr(name, "before", "sdpa") == "sdpa" and self.window is None and self.arguments.get(*allowed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,7 +134,8 @@ class DeferredMask:
     def build(self) -> Tensor | None:
         """The mask for sdpa: bool [batch, 1, T, T], or None where sdpa's own ``is_causal`` is enough."""
         if self._built is None:
-            self._built = (sdpa_mask(**self.arguments),)
+            with row_in_force(None):
+                self._built = (self._make(**self.arguments),)
         return self._built[0]
 
     def of_sequence(self, start: int, length: int) -> Tensor | None:
@@ -135,6 +155,20 @@ class DeferredMask:
             is_causal = torch.equal(mask, torch.ones_like(mask).tril())
             self._of_sequences[key] = None if is_causal else mask
         return self._of_sequences[key]
+
+    def of_lengths(self, queries: int, keys: int) -> Any:
+        """The mask of sequences with so many queries and keys, as they would get it alone: [1, 1, queries, keys].
+
+        Made once for all layers of a forward. None where the attention's own ``is_causal`` is enough.
+        """
+        if (queries, keys) not in self._of_lengths:
+            sizes = {"batch_size": 1, "q_length": queries, "kv_length": keys, "q_offset": 0, "kv_offset": 0}
+            with row_in_force(None):  # of one sequence a row may have the size
+                mask = self._make(**self.arguments | sizes)
+            for change in self._changes:
+                mask = mask if mask is None else change(mask)
+            self._of_lengths[queries, keys] = mask
+        return self._of_lengths[queries, keys]
 
     def restarts(self, position_ids: Tensor) -> Tensor | None:
         """Whether positions [rows, T] or [axes, rows, T] start again between two tokens that are not padding.
@@ -157,6 +191,25 @@ class DeferredMask:
                 return None
             back = back & real[:, 1:].bool() & real[:, :-1].bool()
         return back.any()
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> DeferredMask:
+        """What a model makes of the mask before it hands it on, for masks made by sequence."""
+        if not self._is_of_row:
+            raise _no_hook("a change of it")
+        other = DeferredMask(self.arguments, self._make)
+        other._is_of_row, other._changes, other.altered = True, (*self._changes, change), True
+        return other
+
+    def to(self, *arguments: Any, **keywords: Any) -> DeferredMask:
+        """As ``Tensor.to``, done where the mask is made."""
+        return self._changed(lambda mask: mask.to(*arguments, **keywords))
+
+    def bool(self) -> DeferredMask:
+        """As ``Tensor.bool``."""
+        return self._changed(lambda mask: mask.bool())
+
+    def __invert__(self) -> DeferredMask:
+        return self._changed(lambda mask: ~mask)
 
     def contiguous(self) -> Tensor | None:
         """The built mask, contiguous: ``generate`` asks for it before the forward where a static cache has windows."""
@@ -194,11 +247,72 @@ def packed_mask(
     arguments.update(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
     )
+    # Parts of the model beside its attention take masks as well: those of the attention that it came with.
+    name: Any = getattr(arguments.get("config"), "_attn_implementation", None)
+    other = ALL_MASK_ATTENTION_FUNCTIONS.get(name.before, None) if getattr(name, "makes_masks", False) else None
+    row = current_row()
+    if row is not None and row.is_found and row.sides_of(_NOBODY, q_length, kv_length) is not None:
+        return _noted(row, DeferredMask(arguments, other or sdpa_mask))
+    if other is not None:
+        return other(**arguments)
     # A cache lies in front of the queries. An offset that is a tensor counts as not zero, since its value lies on the
     # device.
     if any(isinstance(offset, torch.Tensor) or offset for offset in (q_offset, kv_offset)) or q_length != kv_length:
         return sdpa_mask(**arguments)
     return DeferredMask(arguments)
+
+
+#: No layer: what transformers registers for masks is given none.
+_NOBODY = nn.Module()
+
+
+def _noted(row: Any, described: DeferredMask) -> Any:
+    """A described mask; while parts are searched the mask itself, and a note of what it is."""
+    if row.noted is None:
+        return described
+    mask = described.build()
+    if isinstance(mask, Tensor):
+        row.noted[id(mask)] = (mask, described)
+    return mask
+
+
+def described_mask(row: Any, mask: Any) -> Any:
+    """The description of a mask that is noted; any other mask as it is."""
+    noted = None if row is None or row.noted is None else row.noted.get(id(mask))
+    return mask if noted is None else noted[1]
+
+
+def _deferring(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function of transformers' own attention, which only describes the masks of a row that runs by lengths."""
+
+    @functools.wraps(make)
+    def made(batch_size: int, q_length: int, kv_length: int, *places: Any, **arguments: Any) -> Any:
+        row = None if torch.compiler.is_compiling() else current_row()
+        is_asked = row is not None and row.is_found and (row.defers_masks or row.noted is not None) and not places
+        if row is None or not is_asked or row.sides_of(_NOBODY, q_length, kv_length) is None:
+            return make(batch_size, q_length, kv_length, *places, **arguments)
+        sizes = {"batch_size": 1, "q_length": q_length, "kv_length": kv_length}
+        return _noted(row, DeferredMask(arguments | sizes, make))
+
+    return made
+
+
+def _unless_in_a_row(find: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' search for sequences in positions: within a packed call, masks are made by sequence anyway."""
+
+    @functools.wraps(find)
+    def found(*arguments: Any, **keywords: Any) -> Any:
+        row = None if torch.compiler.is_compiling() else current_row()
+        return None if row is not None and row.is_found else find(*arguments, **keywords)
+
+    return found
+
+
+def describe_masks() -> None:
+    """Have transformers' own masks, and its search for sequences, ask whether a row is in force. Once a process."""
+    for name in ("eager", "sdpa"):
+        AttentionMaskInterface.register(name, _deferring(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+    masking_utils.find_packed_sequence_indices = _unless_in_a_row(masking_utils.find_packed_sequence_indices)
 
 
 #: Keywords that models hand to their layers and that change nothing in an attention.
@@ -321,6 +435,26 @@ class PackedCall:
     def _chunk(self) -> int | None:
         return self.mask.chunk if isinstance(self.mask, DeferredMask) else None
 
+    @classmethod
+    def of_row(cls, row: Any, sides: tuple[str, str], mask: Any, **options: Any) -> PackedCall | None:
+        """The call of a row in force by its lengths alone; None where the mask has to be asked by sequence."""
+        module = options["module"]
+        is_causal = options["is_causal"]
+        causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+        if sides[0] != sides[1]:
+            return None
+        if mask is not None:
+            is_plain = isinstance(mask, DeferredMask) and not mask.altered and not mask.padded
+            if not is_plain or mask.window != options["window"]:
+                return None
+            if not mask.is_left_out:
+                causal = not mask.both_ways
+        elif options["window"] is not None:
+            return None
+        bounds = row.bounds_of(sides[0], apart=not causal)
+        options |= {"is_causal": causal, "cu_seqlens": bounds, "key_cu_seqlens": bounds, "slices": None}
+        return cls(mask=mask, max_seqlen=row.longest_of(sides[0]), **options)
+
     def of_heads(self, size: int, rank: int) -> PackedCall:
         """The call for the heads of one of ``size`` ranks: as many neighbours for each, filled up at the end."""
         if self.sinks is None:
@@ -410,6 +544,69 @@ class PackedCall:
                 found=f"{len(lengths)} sequences of up to {longest} tokens" + (", cut over ranks" if is_cut else ""),
                 hint="use another rope_type than dynamic or longrope, or shorter sequences",
             )
+
+
+def attend_by_sequence(
+    row: Any,
+    sides: tuple[str, str],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scores: Scores,
+    **options: Any,
+) -> Tensor:
+    """Attention of a row in force by sequence, each with the mask that it would get alone: [1, T, heads, dim].
+
+    Args:
+        row: in force.
+        sides: of queries and of keys.
+        query: [1, query heads, T, dim].
+        key, value: [1, key heads, S, dim].
+        mask: a ``DeferredMask``, a tensor [1, heads, T, S] of the model's own, or None.
+        scores: what is done with the scores; causal without a mask.
+        **options: of :func:`~ullage.attention.kernels.attend`.
+    """
+    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    if isinstance(mask, Tensor) or (isinstance(mask, DeferredMask) and mask.altered and sides[0] == sides[1]):
+        return _attend_apart(row, sides, rows, mask, scores, **options)
+    queries, keys = row.pairs_of(sides)
+    mixed = []
+    for parts in zip(queries.cut(rows[0]), keys.cut(rows[1]), keys.cut(rows[2])):
+        some = [part.transpose(1, 2) for part in parts]
+        own = None if mask is None else mask.of_lengths(some[0].shape[2], some[1].shape[2])
+        is_causal = scores.causal and own is None
+        mixed.append(
+            attend(some[0], some[1], some[2], scores._replace(causal=is_causal), mask=own, **options).transpose(1, 2)
+        )
+    if not mixed:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    return queries.join(mixed)[None]
+
+
+def _attend_apart(
+    row: Any, sides: tuple[str, str], rows: list[Tensor], mask: Any, scores: Scores, **options: Any
+) -> Tensor:
+    """The same, one sequence after another: of a mask that says something else for each."""
+    of_queries, of_keys = (row.layout_of(side) for side in sides)
+    mixed = rows[0].new_zeros(len(rows[0]), rows[0].shape[1], rows[2].shape[2])
+    parts = list(mixed.split(of_queries.slots.tolist()))
+    places = (each.tolist() for each in (of_queries.starts, of_queries.lengths, of_keys.starts, of_keys.lengths))
+    for number, (start, length, first, size) in enumerate(zip(*places)):
+        if not length or not size:
+            continue
+        some = [
+            each[at : at + n].transpose(0, 1)[None]
+            for each, at, n in zip(rows, (start, first, first), (length, size, size))
+        ]
+        if isinstance(mask, Tensor):
+            own = mask[:, :, start : start + length, first : first + size]
+        else:
+            own = mask.of_sequence(start, length)
+        is_causal = scores._replace(causal=own is None)
+        part = attend(some[0], some[1], some[2], is_causal, mask=own, **options)[0].transpose(0, 1)
+        parts[number] = torch.cat([part, parts[number][length:]])
+    return torch.cat(parts)[None] if parts else mixed[None]
 
 
 @torch.compiler.disable(reason="the lengths of the sequences are data")

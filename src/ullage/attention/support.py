@@ -1,11 +1,9 @@
 """Checks of models for packing and context parallel, made on the model itself before anything is trained.
 
 A model that does not keep packed sequences apart raises no error: it trains on sequences that see each other. So a
-model is accepted only if every way in which its tokens meet is known: its attention goes through transformers'
-interface under an implementation that reads ``cu_seq_lens``, in layers that are full or windowed, all of them in one
-direction or, under ``attn_implementation="ullage"`` and with a head that works on single tokens, all in both; and
-nothing else in it mixes tokens, such as a convolution, a recurrence or a state, or might do so, as a part of another
-author (:mod:`ullage.attention.parts`). A model whose own ``forward`` names ``cu_seq_lens_q`` answers for its parts.
+model is accepted after a run: five short sequences alone, and in one packed row, have to give the same
+(:func:`packing_problem`). What a few tokens cannot show is told by the model's parts: positions that begin behind a
+padding index, queries that are scaled by their places, rotary frequencies that change with the longest sequence.
 
 A model that was not checked before is checked when its first packed row reaches a layer: the model around the layer is
 the one whose call is in progress. The result is kept with the layer.
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from types import FrameType
@@ -25,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ullage.attention.heads import works_by_token
-from ullage.attention.parts import lets_tokens_meet, unknown_parts
+from ullage.attention.current import row_in_force
 from ullage.core.errors import InputError
+from ullage.core.replacing import replaced
 
 # Module calls in progress, read off the Python stack: what a layer's attention and its mask are not handed.
 #
@@ -97,6 +95,10 @@ def apart_from_row() -> Iterator[None]:
         _APART.reset(token)
 
 
+#: The models that runs are checking: a compiled graph can read a list, and no context variable.
+TRYING: list[nn.Module] = []
+
+
 def given() -> Given | None:
     """Arguments of the module calls in progress; None under ``torch.compile``. Does not wait for the device."""
     if torch.compiler.is_compiling():
@@ -118,6 +120,8 @@ def given() -> Given | None:
             # Modules hand the same tensor down to their parts: keep it once.
             positions[id(position_ids)] = position_ids
         lengths = lengths or has_lengths
+        if any(call.module is each for each in TRYING):  # it may be tried within a call of its own
+            break
     return Given(tuple(positions.values()), lengths, model)
 
 
@@ -135,20 +139,11 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 NAME = "ullage"
 #: The attention implementations that keep sequences apart by ``cu_seq_lens``; the only list of them.
 PADDING_FREE = (NAME, "flash_attention_2", "flash_attention_3", "flash_attention_4")
-#: Kinds of layers, as configs list them, in which the lengths alone decide who sees whom.
-_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-#: Those that our attention knows too, and no other.
-_OWN_LAYERS = frozenset({"chunked_attention"})
-#: Models that declare the interface and do not honour the lengths. Any other such model is refused at its first call.
-_EXCEPTIONS = {
-    "doge": "changes the mask inside its attention",
-    "mobilebert": "joins the embedding of each token with those of its neighbours",
-    "nemotron": "does not hand cu_seq_lens from its layers to their attention",
-}
 #: Image models whose text has parts that see each other both ways, as a mask says that their own forward makes: images
 #: in Gemma 3, the prefix in PaliGemma. ``pack_model`` reads that mask by sequence; in any other call it is refused.
 TWO_WAY_PARTS = frozenset({"gemma3", "gemma4", "gemma4_unified", "paligemma", "shieldgemma2"})
-_BIASES = ("relative_attention_bias", "rel_pos_bias", "relative_position_bias")
+#: Tokens of the sequences of a run that checks a model, and the largest relative difference that rounding makes.
+_LENGTHS, _ROUNDING = (5, 3, 20, 1, 9), {torch.float64: 1e-6, torch.float32: 1e-4}
 #: Attribute of a layer that was checked.
 _MARK = "_ullage_checked"
 
@@ -186,38 +181,111 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def packing_problem(model: nn.Module) -> str | None:
-    """The reason why a model cannot be trained on packed rows, in one clause; None if it can. Reads no weights.
+    """The reason why a model cannot be trained on packed rows, in one clause; None if it can.
+
+    Runs five sequences of up to 20 tokens, in evaluation mode and without gradients, unless the model was packed, is
+    proved, or takes the lengths by itself; so it waits for the device. Of sharded parameters nothing is run.
 
     >>> packing_problem(nn.Linear(2, 2))
     'Linear.forward names no cu_seq_lens_q, so it would take a packed row for one sequence'
     """
-    return _problem_within(model) or (None if names_lengths(model) else _unknown(model))
-
-
-def _problem_within(model: nn.Module) -> str | None:
-    """Why the known parts or the positions of a model speak against packed rows; parts of other authors aside."""
-    # A forward that names the lengths, its own or that of a packed model, knows where its positions begin.
-    return mixing_problem(model) or (None if names_lengths(model) else _positions(model))
-
-
-def mixing_problem(model: nn.Module) -> str | None:
-    """Why the known parts of a model let packed sequences see each other, in one clause; None if they do not.
-
-    Asks less than :func:`packing_problem`: parts of other authors are taken to work on single tokens, and positions may
-    begin elsewhere than at 0. So RoBERTa, whose positions begin at 2, has a packing problem ("counts positions from
-    2"), and no mixing problem: ``pack_model`` gives it positions from :func:`first_position` on.
-    """
     name = type(model).__name__
-    takes_lengths = names_lengths(model)
     config = getattr(model, "config", None)
-    # No choice of attention to ask about: the signature has to tell.
-    if config is None or not hasattr(config, "_attn_implementation"):
-        return None if takes_lengths else _unaware(name)
-    # Takes the lengths itself and has no attention to replace, as a recurrent model.
-    if takes_lengths and not _attention_modules(model):
+    # A forward that names the lengths, its own or that of a packed model, knows what it does with them.
+    if names_lengths(model):
         return None
-    problem = _encoder_decoder(model, name) or _state(model, name) or _implementation(model, name)
-    return problem or _head(model, name) or _parts(model, name)
+    if config is None or not hasattr(config, "_attn_implementation"):
+        return _unaware(name)
+    layers = _attention_modules(model)
+    marks: list[_Checked | tuple[()]] = [getattr(layer, _MARK, ()) for layer in layers]
+    if marks and all(mark and mark.model is None for mark in marks):
+        return None  # a proof answers for it
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder, whose cross attention and position biases know no packed rows"
+    for holder, each in configs_of(model):
+        if each._attn_implementation not in PADDING_FREE:
+            return f"{holder} has attn_implementation={each._attn_implementation!r}, which does not read cu_seq_lens"
+    return _declared(model) or _tried(model)
+
+
+def _declared(model: nn.Module) -> str | None:
+    """Why parts of a model speak against packed rows that a few tokens do not show."""
+    for path, module, table in _position_tables(model):
+        kind = type(module).__name__
+        return f"{path} ({kind}) counts positions from {table.padding_idx + 1}, and a packed row from 0"
+    for path, module in model.named_modules():
+        if counts_places(module):
+            return f"{path} ({type(module).__name__}) scales its queries by their places in the row"
+    return None
+
+
+@torch.compiler.disable(reason="it runs the model")
+def _tried(model: nn.Module) -> str | None:
+    """Why short sequences do not get in a packed row what they get alone; None if they do, or if nothing can be run."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or any(
+        hasattr(e, "ds_id") or e.is_meta or hasattr(e, "full_tensor") for e in model.parameters()
+    ):
+        return None
+    name, modes = type(model).__name__, [(module, module.training) for module in model.modules()]
+    config: Any = model.config  # type: ignore[union-attr]
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = row_limits(model)[0] or max(_LENGTHS)
+    sizes = [min(n, limit) for n in _LENGTHS]
+    random = torch.Generator().manual_seed(0)
+    most = int(getattr(text, "vocab_size", 0) or 0)
+    special = {value for key, value in vars(text).items() if key.endswith("token_id") and isinstance(value, int)}
+    usable = torch.tensor([token for token in range(min(most, 500)) if token not in special] or [0])
+    rows = [usable[torch.randint(len(usable), (1, n), generator=random)].to(parameter.device) for n in sizes]
+    taken = inspect.signature(model.forward).parameters
+    fixed = {"use_cache": False} if "use_cache" in taken else {}
+    bounds = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    cu = torch.cat([bounds.new_zeros(1), bounds]).to(parameter.device)
+    places = torch.cat([torch.arange(n) for n in sizes])[None].to(parameter.device)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, **dict.fromkeys(("max_length_q", "max_length_k"), max(sizes))}
+    TRYING.append(model)
+    try:
+        with ExitStack() as stack:
+            for context in (torch.no_grad(), torch.random.fork_rng(devices=[]), row_in_force(None)):
+                stack.enter_context(context)
+            for _, each in configs_of(model):  # whichever kernel reads the lengths, this one runs everywhere
+                stack.enter_context(replaced(each, "_attn_implementation_internal", NAME))
+            model.eval()
+            alone = [_numbers(model(input_ids=row, **fixed)) for row in rows]
+            packed = _numbers(model(input_ids=torch.cat(rows, 1), position_ids=places, **lengths, **fixed))
+    except InputError as error:
+        return str(error).partition(". ")[0]
+    except Exception as error:  # whatever the model raises, it is not known to pack
+        return f"{name} does not run a few packed tokens: {type(error).__name__}: {error}"[:200]
+    finally:
+        TRYING.pop()
+        for module, mode in modes:
+            module.training = mode
+    limit = _ROUNDING.get(parameter.dtype, 5e-2)
+    for key, value in packed.items():
+        parts = [each[key] for each in alone if key in each]
+        dims = [dim for dim in range(1, value.ndim) if [part.shape[dim] for part in parts] == sizes]
+        if dims and value.shape[dims[0]] == sum(sizes):
+            expected = torch.cat(parts, dims[0])
+            if not float((value - expected).abs().max()) <= limit * max(float(expected.abs().max()), 1e-30):
+                return f"packed, the sequences of {name} do not get what they get alone"
+        elif value.ndim == 2:
+            return f"{key} of {name} is of one sequence, as its first token, and a packed row has one first token"
+    return None
+
+
+def _numbers(outputs: Any) -> dict[str, Tensor]:
+    """The outputs by token or by sequence, by name."""
+    named = (
+        outputs
+        if isinstance(outputs, Mapping)
+        else dict(enumerate(outputs if isinstance(outputs, tuple) else [outputs]))
+    )
+    return {
+        str(key): value
+        for key, value in named.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.shape[0] == 1
+    }
 
 
 def names_lengths(model: nn.Module) -> bool:
@@ -313,8 +381,9 @@ def context_parallel_problem(model: nn.Module) -> str | None:
             f"{name} carries a state from token to token, so a rank could not start before the one with the tokens "
             "ahead of its own has ended, and the ranks would take turns instead of sharing the work"
         )
+    attends = bool(_attention_modules(model))
     for holder, config in configs_of(model):
-        if config._attn_implementation != NAME:
+        if attends and config._attn_implementation != NAME:
             return f"{holder} has attn_implementation={config._attn_implementation!r}, which knows no slices"
         if getattr(config, "output_router_logits", False):
             return f"{holder} adds a loss of its routers, whose mean over a slice is not that over the row"
@@ -327,8 +396,8 @@ def require_context_parallel(model: nn.Module) -> None:
     if problem is None:
         return
     hint = "give each rank sequences of its own, cp=1"
-    if "carries a state along the row" in problem:
-        hint = f"pack it first, with ullage.pack_model(model), which shares the row of a known hybrid; or {hint}"
+    if "do not get what they get alone" in problem:
+        hint = f"pack it first, with ullage.pack_model(model), which shares the row of a hybrid; or {hint}"
     if "attn_implementation" in problem:
         hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
     elif "routers" in problem:
@@ -340,30 +409,23 @@ def _require(problem: str | None) -> None:
     if problem is None:
         return
     hint = "leave packing_capacity out, and the Trainer pads its batches"
-    if "attn_implementation" in problem:
+    if "which does not read cu_seq_lens" in problem:
         hint = f"load it with attn_implementation='{NAME}' after `import ullage.attention`"
-    elif "may let tokens meet" in problem:
-        hint = "ullage.pack_model(model, verify=samples) tries whether it does"
+    elif "do not get what they get alone" in problem:
+        hint = "ullage.pack_model(model) finds out which of its parts let them meet, and runs those by lengths"
     raise InputError(f"this model would let packed sequences see each other: {problem}", hint=hint)
 
 
 @torch.compiler.disable(reason="the model around a layer is read off the Python stack, once")
 def _examine(module: nn.Module, model: nn.Module | None) -> tuple[int | None, bool]:
-    """Check of the outermost transformers model around a layer, and of modules around that; of the layer if alone."""
+    """Check of the outermost transformers model around a layer; of the layer if it is called alone."""
     around = holders(module)
-    # The innermost transformers model has the attention that must read the lengths. What stands around it (a
-    # vision-language model, a wrapper) calls it as a part, and is asked only whether it mixes tokens itself.
     models = [holder for holder in around if isinstance(holder, PreTrainedModel)]
     whole = (models or around)[-1]
-    problem = _problem_within(models[0]) if models else None
-    if problem is None and (not models or whole is not models[0]):
-        name = type(whole).__name__
-        problem = _encoder_decoder(whole, name) or _state(whole, name) or _head(whole, name) or _parts(whole, name)
-        problem = problem or _positions(whole)
-    # A model that names the lengths, or a module of one's own that hands them to an attention, answers for its parts.
-    if problem is None and models and not any(names_lengths(each) for each in models):
-        problem = _unknown(whole)
-    _require(problem)
+    if TRYING:  # the run of a check, which looks at what comes out
+        return row_limits(whole)
+    if models:
+        _require(packing_problem(whole))
     return _remember(whole, [module, *_attention_modules(whole)], model)
 
 
@@ -405,79 +467,6 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "attention" in type(module).__name__.lower()]
 
 
-def _encoder_decoder(model: nn.Module, name: str) -> str | None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder, whose cross attention and position biases know no packed rows"
-    return None
-
-
-def _state(model: nn.Module, name: str) -> str | None:
-    if getattr(model, "_is_stateful", False):
-        return f"{name} carries a state along the row, which does not restart at each sequence"
-    return None
-
-
-def _implementation(model: nn.Module, name: str) -> str | None:
-    if not _attention_modules(model):
-        return f"{name} has no attention that transformers' interface could replace"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not hand cu_seq_lens through transformers' attention interface"
-    for holder, config in configs_of(model):
-        if config.model_type in _EXCEPTIONS:
-            return f"{holder} {_EXCEPTIONS[config.model_type]}"
-        used = config._attn_implementation
-        if used not in PADDING_FREE:
-            return f"{holder} has attn_implementation={used!r}, which does not read cu_seq_lens"
-    return None
-
-
-def _parts(model: nn.Module, name: str) -> str | None:
-    return _layers(model, name) or _modules(model, name)
-
-
-def _layers(model: nn.Module, name: str) -> str | None:
-    for holder, config in configs_of(model):
-        known = _KNOWN_LAYERS | (_OWN_LAYERS if config._attn_implementation == NAME else frozenset())
-        unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-        if unknown:
-            return f"{holder} has layers of kind {unknown[0]!r}"
-        both_ways = getattr(config, "is_causal", True) is False and not _packs_both_ways(model)
-        parts_both_ways = getattr(config, "use_bidirectional_attention", None)
-        # Those of images, which a model of text alone does not have, and which a mask tells in one of images.
-        if (parts_both_ways == "vision" and getattr(model, "config", None) is config) or has_two_way_parts(model):
-            parts_both_ways = None
-        if both_ways or parts_both_ways:
-            return f"{holder} attends in both directions"
-    return None
-
-
-def _unknown(model: nn.Module) -> str | None:
-    # All layers have the mark of remember_packable: a proof answers for the parts, or a forward by lengths does.
-    layers = _attention_modules(model)
-    marks: list[_Checked | tuple[()]] = [getattr(layer, _MARK, ()) for layer in layers]
-    if marks and all(mark and mark.model is None for mark in marks):
-        return None
-    return next((f"{part} may let tokens meet" for part in unknown_parts(model)), None)
-
-
-def _modules(model: nn.Module, name: str) -> str | None:
-    is_ours = all(config._attn_implementation == NAME for _, config in configs_of(model))
-    packs_both_ways = is_ours and attends_both_ways(model)
-    for path, module in text_modules(model):
-        kind = type(module).__name__
-        if lets_tokens_meet(module):
-            return f"{path} ({kind}) mixes tokens without knowing where a sequence ends"
-        if _attribute(module, "is_causal") is False and not packs_both_ways and not has_two_way_parts(model):
-            return f"{path} ({kind}) attends in both directions"
-        if any(_attribute(module, bias) is not None for bias in _BIASES):
-            return f"{path} ({kind}) adds a position bias to its scores"
-        if counts_places(module):
-            return f"{path} ({kind}) scales its queries by their places in the row"
-        if not is_ours and isinstance(_attribute(module, "sinks"), nn.Parameter):
-            return f"{path} ({kind}) has attention sinks, which only attn_implementation={NAME!r} packs"
-    return None
-
-
 def counts_places(module: nn.Module) -> bool:
     """Whether an attention scales its queries by their places in the row, as Llama 4 does where it has no rotation."""
     return bool(_attribute(module, "attn_temperature_tuning")) and not _attribute(module, "use_rope")
@@ -490,25 +479,6 @@ def _attribute(module: nn.Module, name: str) -> Any:
         if place and name in place:
             return place[name]
     return getattr(module, name) if hasattr(type(module), name) else None
-
-
-def _packs_both_ways(model: nn.Module) -> bool:
-    return attends_both_ways(model) and all(config._attn_implementation == NAME for _, config in configs_of(model))
-
-
-def _head(model: nn.Module, name: str) -> str | None:
-    """Why the head of an encoder speaks against packed rows: it may take the first token, and a row has only one."""
-    is_backbone = getattr(model, "base_model", model) is model and getattr(model, "pooler", None) is None
-    if not isinstance(model, PreTrainedModel) or is_backbone or not attends_both_ways(model) or works_by_token(model):
-        return None
-    return f"{name} attends in both directions, and its head may look for the first token of each sequence"
-
-
-def _positions(model: nn.Module) -> str | None:
-    for path, module, table in _position_tables(model):
-        kind = type(module).__name__
-        return f"{path} ({kind}) counts positions from {table.padding_idx + 1}, and a packed row from 0"
-    return None
 
 
 def _position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

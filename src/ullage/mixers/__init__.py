@@ -6,6 +6,11 @@ gets alone, and returns a handle to undo it.
 
 from __future__ import annotations
 
+from ullage.core.extras import needed_by
+
+with needed_by("ullage.mixers", ["transformers"]):
+    import transformers  # noqa: F401  the error that says what brings it
+
 from ullage.mixers.packed_model import PackedModel, SequencesMeet, pack_model
 from ullage.mixers.packed_model import call_equally_often, is_packed, run_towers_always
 from ullage.mixers.ways import CompetingSequences, Way

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ullage.mixers.forwards import CheckpointedRow
+from ullage.mixers.forwards import CheckpointedRow, FoundForward
 
 #: Parts of the names of probabilities and scales of noise, as modules and configs hold them.
 _CHANCES = ("drop", "jitter")
@@ -155,7 +155,9 @@ def embedded_inputs(model: nn.Module) -> Iterator[list[Leaf]]:
 
 def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
     embeddings: list[tuple[str, nn.Module]] = [
-        (path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not _is_restarted(module)
     ]
     try:
         named = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
@@ -164,6 +166,11 @@ def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(named, nn.Module) and not any(isinstance(part, nn.Embedding) for part in named.modules()):
         embeddings += [(path, module) for path, module in model.named_modules() if module is named]
     return embeddings
+
+
+def _is_restarted(module: nn.Module) -> bool:
+    """Whether a table counts: what it gives is not what it looked up, so the gradient of its weights tells."""
+    return isinstance(vars(module).get("forward"), FoundForward)
 
 
 class _Lookups(TorchFunctionMode):
@@ -230,7 +237,7 @@ def _repeatable_checkpoints(model: nn.Module) -> None:
         # The second run may be in a thread of the backward's own, where the mode of this thread is not in force.
         kept = {name: value for name, value in inner.keywords.items() if name not in ("use_reentrant", "context_fn")}
         inner = functools.partial(checkpoint, use_reentrant=False, context_fn=_second_run, **kept)
-        vars(module)["_gradient_checkpointing_func"] = inner if row is None else CheckpointedRow(inner, row.current)
+        vars(module)["_gradient_checkpointing_func"] = inner if row is None else CheckpointedRow(inner)
 
 
 def _second_run() -> tuple[Any, Any]:
@@ -241,7 +248,7 @@ def _second_run() -> tuple[Any, Any]:
 def modules_kept(model: nn.Module) -> Iterator[None]:
     """Put modes, plain attributes and buffers of all modules back, and the functions that checkpoint."""
     modules = [(each, _plain(each), dict(each._buffers)) for each in model.modules()]
-    values = {id(each): (each, each.detach().clone()) for each in model.buffers()}
+    values = {id(each): (each, each.detach().clone(), each._version) for each in model.buffers()}
     try:
         yield
     finally:
@@ -251,8 +258,9 @@ def modules_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in values.values():
-                buffer.copy_(value)
+            for buffer, value, version in values.values():
+                if buffer._version != version:  # a graph that was made before may hold it
+                    buffer.copy_(value)
 
 
 @contextmanager

@@ -34,6 +34,10 @@ from ullage.mixers.items import RowItems
 
 #: The keywords of the targets of an encoder-decoder.
 TARGET_LENGTH_NAMES = tuple(f"decoder_{name}" for name in LENGTH_NAMES)
+#: The sides of a row: an encoder-decoder has targets beside its sources.
+SOURCES, TARGETS = "sources", "targets"
+#: Attribute of an attention layer with the sides of its queries and keys, where a search found them.
+SIDES = "_ullage_sides"
 #: Cost of one more call of a mixer, in tokens of padding: calls are merged where that is cheaper. 48 was measured on a
 #: CPU; on an H200 240 for Mamba 2 and 500 for Qwen3-Next without their kernels, and more for a convolution.
 _CALL, _CALL_ON_GPU = 48, 512
@@ -70,6 +74,14 @@ class PackedRow:
         self.stand_ins: frozenset[str] = frozenset()
         #: Masks of sequences by what they depend on, shared by the layers.
         self.masks: dict[Any, tuple[Any]] = {}
+        #: Whether parts that were found run by it, so that attention asks the row and nothing else.
+        self.is_found = False
+        #: Whether masks of a model's own attention are described alone, and made by sequence.
+        self.defers_masks = False
+        #: While parts are searched: masks of the row by their id, with what they are.
+        self.noted: dict[int, Any] | None = None
+        #: While parts are searched: the sides of layers of attention.
+        self.seen: dict[nn.Module, tuple[str, str]] = {}
 
     @classmethod
     @torch.compiler.disable(reason="the lengths of the sequences are data")
@@ -109,6 +121,80 @@ class PackedRow:
     def __len__(self) -> int:
         return len(self.sources.slots)
 
+    def layout_of(self, side: str) -> Layout:
+        """The sequences of the sources, or of the targets."""
+        assert side == SOURCES or self.targets is not None
+        return self.targets if side == TARGETS and self.targets is not None else self.sources
+
+    def sides_of(self, module: nn.Module, queries: int, keys: int) -> tuple[str, str] | None:
+        """The sides that so many queries and keys are of; None for a call that is none of the row's.
+
+        Where sources and targets have as many tokens, the module tells, of which it was found.
+        """
+        sizes = {side: self.layout_of(side).size for side in self.sides}
+        known = vars(module).get(SIDES)
+        if known is not None and all(sizes.get(side) == size for side, size in zip(known, (queries, keys))):
+            return known
+        found = tuple(next((side for side in sizes if sizes[side] == size), None) for size in (queries, keys))
+        return None if None in found else found  # type: ignore[return-value]
+
+    def note_sides(self, module: nn.Module, sides: tuple[str, str]) -> None:
+        """While parts are searched: note the sides of a layer of attention."""
+        if self.noted is not None and self.targets is not None:
+            self.seen[module] = sides
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that it has."""
+        return (SOURCES,) if self.targets is None else (SOURCES, TARGETS)
+
+    def bounds_of(self, side: str, *, apart: bool) -> Tensor:
+        """int32, the cumulated slots of a side on the row's device; with padding ``apart``, as sequences of its own."""
+        key = ("bounds", side, apart)
+        if key not in self.masks:
+            layout = self.layout_of(side)
+            sizes = layout.slots
+            if apart and layout.num_tokens < layout.size:
+                # Lengths [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
+                sizes = np.stack([layout.lengths, layout.slots - layout.lengths], 1).ravel()
+                sizes = sizes[sizes > 0]
+            self.masks[key] = (torch.from_numpy(Layout(sizes).cu_seqlens).to(self.device),)
+        return self.masks[key][0]
+
+    def pairs_of(self, sides: tuple[str, str]) -> tuple[Calls, Calls]:
+        """The calls of queries and of keys, of sequences of equal lengths on both sides."""
+        groups = self.groups_of(frozenset(sides), "alike")
+        return groups.of_side(sides[0]), groups.of_side(sides[1])
+
+    def places_of(self, side: str) -> Tensor:
+        """The place of each token in its sequence, int64 [T]; 0 in padding."""
+        return self._target_positions if side == TARGETS else self._source_positions
+
+    def longest_of(self, side: str) -> int:
+        """Tokens of the longest sequence of a side."""
+        return int(self.layout_of(side).lengths.max(initial=0))
+
+    def groups_of(self, sides: frozenset[str], kind: str) -> Groups:
+        """Sequences in calls that they share, by the sides that a call has.
+
+        ``kind``: "apart", each in a call of its own; "alike", those of equal lengths; "padded", those of similar ones;
+        "one", all of them.
+        """
+        key = ("groups", sides, kind)
+        if key not in self.masks:
+            lengths = [self.layout_of(side).lengths for side in sorted(sides)]
+            there = np.minimum.reduce(lengths) > 0
+            if kind == "apart":
+                members = [np.array([each]) for each in np.flatnonzero(there)]
+            elif kind == "alike":
+                members = alike(lengths, there)
+            elif kind == "padded":
+                members = similar(lengths[0], _CALL if self.device.type == "cpu" else _CALL_ON_GPU)
+            else:
+                members = [np.flatnonzero(there)[np.argsort(lengths[0][there], kind="stable")]]
+            self.masks[key] = (Groups(self, members),)
+        return self.masks[key][0]
+
     @cached_property
     def alike(self) -> Groups:
         """Sequences of one length, in sources and targets, share a call: exact for every model whose rows are."""
@@ -121,33 +207,6 @@ class PackedRow:
         return Groups(self, [*alike(keys, there & ~has_items), *np.flatnonzero(there & has_items)[:, None]])
 
     @cached_property
-    def alike_pairs(self) -> Groups:
-        """Pairs of equal source and equal target length share a call; pairs with an empty side are left out."""
-        assert self.targets is not None
-        keys = [self.sources.lengths, self.targets.lengths]
-        return Groups(self, alike(keys, np.minimum(*keys) > 0))
-
-    @cached_property
-    def alike_sources(self) -> Calls:
-        """Sources of one length share a call, whatever their targets."""
-        return Calls(self.sources, alike([self.sources.lengths], self.sources.lengths > 0), self.device)
-
-    @cached_property
-    def alike_targets(self) -> Calls:
-        """Targets of one length share a call, whatever their sources."""
-        assert self.targets is not None
-        return Calls(self.targets, alike([self.targets.lengths], self.targets.lengths > 0), self.device)
-
-    def alike_side(self, *, of_targets: bool) -> Calls:
-        """Sources of one length share a call, or targets: where there are such, and they are asked for."""
-        return self.alike_targets if of_targets and self.targets is not None else self.alike_sources
-
-    def positions(self, *, of_targets: bool) -> Tensor:
-        """The position of each token in its sequence, int64 [T], of sources or of targets; 0 in padding."""
-        is_target = of_targets and self.targets is not None
-        return self._target_positions if is_target else self._source_positions
-
-    @cached_property
     def _source_positions(self) -> Tensor:
         return torch.from_numpy(usual_positions(self.sources)).to(self.device)
 
@@ -157,29 +216,12 @@ class PackedRow:
         return torch.from_numpy(usual_positions(self.targets)).to(self.device)
 
     @cached_property
-    def in_one_call(self) -> Groups:
-        """All sequences in one call, padded behind the shorter ones: as many calls as on every other rank."""
-        there = np.flatnonzero(self.sources.lengths > 0)
-        return Groups(self, [there[np.argsort(self.sources.lengths[there], kind="stable")]])
-
-    @cached_property
-    def one_by_one(self) -> Groups:
-        """Each sequence in a call of its own."""
-        return Groups(self, [np.array([each]) for each in np.flatnonzero(self.sources.lengths > 0)])
-
-    @cached_property
     def of_kernels(self) -> dict[str, Tensor]:
         """Where the slots of the row lie, by the keywords of kernels; empty ones are left out."""
         slots = self.sources.slots[self.sources.slots > 0]
         bounds = torch.from_numpy(np.cumsum([0, *slots])).to(self.device)
         numbers = torch.from_numpy(np.repeat(np.arange(len(slots), dtype=np.int32), slots))[None].to(self.device)
         return {"cu_seq_lens_q": bounds, "cu_seqlens": bounds, "seq_idx": numbers}
-
-    @cached_property
-    def padded_behind(self) -> Groups:
-        """Sequences of similar lengths share a call, padded to the longest: exact where no token sees a later one."""
-        price = _CALL if self.device.type == "cpu" else _CALL_ON_GPU
-        return Groups(self, similar(self.sources.lengths, price))
 
 
 class Groups:
@@ -189,18 +231,31 @@ class Groups:
 
     Attributes:
         members: the sequences of each call.
-        sources, targets: where their tokens go.
     """
 
     def __init__(self, row: PackedRow, members: list[Int64]) -> None:
-        self.members, self.num_sequences = members, len(row)
-        self.sources = Calls(row.sources, members, row.device)
-        self.targets = None if row.targets is None else Calls(row.targets, members, row.device)
+        self.members, self.num_sequences, self._row = members, len(row), row
         # Place of each sequence among those of all calls.
         self._order = end_to_end(members)
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def sources(self) -> Calls:
+        """Where the tokens of sources go."""
+        return Calls(self._row.sources, self.members, self._row.device)
+
+    @cached_property
+    def targets(self) -> Calls | None:
+        """Where those of targets go."""
+        return None if self._row.targets is None else Calls(self._row.targets, self.members, self._row.device)
+
+    def of_side(self, side: str) -> Calls:
+        """Where those of a side go."""
+        calls = self.targets if side == TARGETS else self.sources
+        assert calls is not None
+        return calls
 
     def select(self, values: Tensor) -> list[Tensor]:
         """Values [N, ...] by sequence, as one tensor [n, ...] per call."""
@@ -388,7 +443,7 @@ def call_whole(
     config = getattr(model, "config", None)
     # Heads that look for a sequence's last token take one sequence at a time where padding has no id.
     alone = by_sequence and getattr(config, "pad_token_id", None) is None
-    groups = row.one_by_one if alone else row.alike
+    groups = row.groups_of(frozenset(row.sides), "apart") if alone else row.alike
     # Each call gives a mean, which is weighed below.
     num_items = keywords.pop("num_items_in_batch", None)
     fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())

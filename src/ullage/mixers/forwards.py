@@ -11,29 +11,32 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.heads import loss_author
+from ullage.attention.current import current_row, row_in_force
+from ullage.attention.heads import loss_author, works_by_sequence
 from ullage.attention.releases import CACHE_NAMES
 from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
+from ullage.mixers.axes import mapped, of_longest, restarted, run_by_lengths
 from ullage.mixers.by_lengths import (
     TARGET_LENGTH_NAMES,
+    TARGETS,
     PackedRow,
     call_by_lengths,
     call_whole,
     join_outputs,
+    labels_by_sequence,
     require_cuttable,
+    require_one_loss,
 )
 from ullage.mixers.items import (
     PIXELS,
@@ -46,7 +49,7 @@ from ullage.mixers.items import (
 )
 from ullage.mixers.kernels import length_keywords
 from ullage.mixers.over_ranks import over_ranks
-from ullage.mixers.ways import COUNTED_FROM_ONE, WITHOUT_MASKS, Way
+from ullage.mixers.ways import COUNTED_FROM_ONE, Found, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
@@ -62,47 +65,25 @@ _NOT_OF_PARTS = frozenset(
     | {"seq_idx"}
 )
 
-
+#: Keywords of the lengths of a row, of no use to a part that gets sequences as the rows of a batch.
+_OF_ROWS = frozenset({*LENGTH_NAMES, *TARGET_LENGTH_NAMES, "context_slices", "cu_seqlens", "seq_idx"})
 #: Keywords that say which tokens stand for images, or are of a prefix.
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 #: Most tokens in a chunk of a scan on a CPU, where 32 to 64 were measured to be the fastest.
 _CHUNK = 48
 
 
-class CurrentRow:
-    """The packed row of the call of one model that is running in this thread."""
-
-    def __init__(self) -> None:
-        self._row: ContextVar[PackedRow | None] = ContextVar("ullage_packed_row", default=None)
-
-    def get(self) -> PackedRow | None:
-        """The row; None outside packed calls."""
-        return self._row.get()
-
-    @contextmanager
-    def set(self, row: PackedRow | None) -> Iterator[None]:
-        """Put a row in force, or none."""
-        token = self._row.set(row)
-        try:
-            yield
-        finally:
-            self._row.reset(token)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CurrentRow:
-        return memo.setdefault(id(self), CurrentRow())
-
-
 class CheckpointedRow:
     """A function that checkpoints a layer, which runs with the same row each time."""
 
-    def __init__(self, function: Callable[..., Any], current: CurrentRow) -> None:
-        self.function, self.current = function, current
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
 
     def __call__(self, layer: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
+        row = current_row()
 
         def with_row(*again: Any, **named: Any) -> Any:
-            with self.current.set(row):
+            with row_in_force(row):
                 return layer(*again, **named)
 
         return self.function(layer if row is None else with_row, *arguments, **keywords)
@@ -111,24 +92,20 @@ class CheckpointedRow:
         # In a pickle: the function alone.
         return functools.partial, (self.function,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedRow:
-        return CheckpointedRow(self.function, copy.deepcopy(self.current, memo))
-
 
 class Forward:
     """A ``forward`` in the place of a module's own. A deep copy of the module gets one too, a pickle its own forward.
 
     Attributes:
         module: whose forward it is.
-        current: the row that is in force for its model.
         name: of the method, where it takes the place of another one than ``forward``.
         before: what the instance itself had in this place, a wrapper for example; None if its class has the forward.
     """
 
     name = "forward"
 
-    def __init__(self, module: nn.Module, current: CurrentRow) -> None:
-        self.module, self.current = module, current
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.before: Callable[..., Any] | None = vars(module).get(self.name)
 
     def put_in(self) -> None:
@@ -197,7 +174,7 @@ class RowForward(Forward):
     """The forward of a part that does something of its own with a packed row, and in any other call its own."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
+        row = current_row()
         if row is None:
             return self.own(*arguments, **keywords)
         return self._run_packed(row, self.named(arguments, keywords))
@@ -207,45 +184,82 @@ class RowForward(Forward):
         raise NotImplementedError
 
 
-class PartForward(Forward):
-    """The forward of a part that mixes tokens: by lengths within a packed call, its own in any other.
+class BackboneForward(RowForward):
+    """The forward of a backbone that runs by lengths, of which nothing finer is known: its own in any other call."""
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:
+        kept = _kept(named, self.parameters)
+        if not row.has_own_positions and kept.get("position_ids") is not None:
+            # A head that counts positions by itself has counted through the row.
+            kept["position_ids"] = None
+        row.is_served = True
+        # Within, the sequences are rows of a batch.
+        with row_in_force(None):
+            outputs = call_by_lengths(self.own, row.alike, (), kept, items=row.items)
+            return join_outputs(outputs, row.alike)
+
+
+def _kept(named: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
+    """What a part's own forward gets of a call's arguments: no lengths, masks and caches."""
+    kept = {name: value for name, value in named.items() if name not in _NOT_OF_PARTS}
+    kept |= {name: None for name in named if name in _NOT_OF_PARTS and name in taken}
+    return kept | ({"use_cache": False} if "use_cache" in taken else {})
+
+
+class FoundForward(Forward):
+    """The forward of a part that a search has found: restarted, by lengths, or both, within a packed call.
 
     A part whose kernels take the lengths gets the row in one call (:mod:`ullage.mixers.kernels`).
 
     Attributes:
-        is_causal: whether no token of the part sees a later one, so that sequences may be padded behind.
+        found: by the search.
+        path: of the module in the model that was searched.
+        runs: whether it runs by lengths.
+        is_causal: whether no token of it sees a later one, so that sequences may be padded behind.
         in_one_call: whether all sequences share a call, whatever their lengths: ranks that gather sharded parameters in
             each call have to make equally many.
-        length_keywords: by which the part is told the lengths in one call, where its kernels take them.
+        length_keywords: by which it is told the lengths in one call, where its kernels take them.
     """
 
-    #: Whether positions that it is given are those of its sequences, also where the caller gave the model none.
-    keeps_positions = False
-
-    def __init__(self, module: nn.Module, current: CurrentRow, *, is_causal: bool) -> None:
-        super().__init__(module, current)
-        self.is_causal, self.in_one_call = is_causal, False
-        self.length_keywords = length_keywords(module) if is_causal else ()
+    def __init__(self, module: nn.Module, found: Found, path: str) -> None:
+        super().__init__(module)
+        self.found, self.path, self.runs = found, path, path in found.parts
+        self.is_causal, self.in_one_call = path in found.padded, False
+        self.length_keywords = length_keywords(module) if self.is_causal else ()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
+        row = current_row()
         if row is None:
             return self.own(*arguments, **keywords)
-        if row.slices is not None:
+        if self.runs and row.slices is not None:
             return self._over_ranks(row, arguments, keywords)
-        return self._packed(arguments, keywords)
-
-    def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return self._by_kernels(arguments, keywords) if self.length_keywords else self._by_lengths(arguments, keywords)
+        row.is_served = True
+        return self._of_row(row, arguments, keywords)
 
     @torch.compiler.disable(reason="where the slices lie is data")
     def _over_ranks(self, row: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         def run(whole: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            with self.current.set(whole):
+            with row_in_force(whole):
                 return self._packed(arguments, keywords)
 
         row.is_served = True
-        return over_ranks(row, run, *self._kept(arguments, keywords))
+        return over_ranks(row, run, arguments, {name: v for name, v in keywords.items() if name not in _OF_ROWS})
+
+    @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
+    def _of_row(self, row: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        spec, given = self.found.specs[self.path], (arguments, keywords)
+        if self.path in self.found.once:
+            with row_in_force(None):
+                arguments, keywords = of_longest(given, spec.given, row)
+                output = self.own(*arguments, **keywords)
+        else:
+            arguments, keywords = self._restarted(given, row, is_given=True)
+            output = self._packed(arguments, keywords) if self.runs else self.own(*arguments, **keywords)
+        return self._restarted(output, row, is_given=False)
+
+    def _packed(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return self._by_kernels(arguments, keywords) if self.length_keywords else self._by_lengths(arguments, keywords)
 
     # The part's own forward is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
@@ -256,44 +270,35 @@ class PartForward(Forward):
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _told(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What the part's own forward gets of the row as a whole, the lengths among it."""
-        row = self.current.get()
+        row = current_row()
         assert row is not None
         row.is_served = True
-        arguments, kept = self._kept(arguments, keywords)
-        return arguments, kept | {name: row.of_kernels[name] for name in self.length_keywords}
+        if not _takes_places(self.parameters):
+            arguments, keywords = (), self.named(arguments, keywords)
+        lengths = {name: row.of_kernels[name] for name in self.length_keywords}
+        return arguments, _kept(keywords, self.parameters) | lengths
 
-    def _kept(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the part's own forward gets: no lengths, masks and caches."""
-        taken = self.parameters
-        if not _takes_places(taken):
-            keywords, arguments = self.named(arguments, keywords), ()
-        kept = {name: value for name, value in keywords.items() if name not in _NOT_OF_PARTS}
-        kept |= {name: None for name in keywords if name in _NOT_OF_PARTS and name in taken}
-        if "use_cache" in taken:
-            kept["use_cache"] = False
-        return arguments, kept
+    def _restarted(self, tree: Any, row: PackedRow, *, is_given: bool) -> Any:
+        keys = {key for where, which, key in self.found.restarts if (where, which) == (self.path, is_given)}
+        if not keys:
+            return tree
+        known = self.found.specs[self.path].of(is_given)
+        return mapped(tree, lambda key, leaf: restarted(leaf, known[key], row) if key in keys else leaf)
 
     @torch.compiler.disable(reason="the lengths of the sequences are data")
     def _by_lengths(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        row = self.current.get()
+        row = current_row()
         assert row is not None
-        arguments, kept = self._kept(arguments, keywords)
-        has_counted = not self.is_causal and not self.keeps_positions and not row.has_own_positions
-        if has_counted and kept.get("position_ids") is not None:
-            # A head that counts positions by itself has counted through the row.
-            kept["position_ids"] = None
-        row.is_served = True
-        groups, items = row.alike, None if self.is_causal else row.items
-        if self.is_causal:
-            groups = row.in_one_call if self.in_one_call else row.padded_behind
-        # Within, the sequences are rows of a batch.
-        with self.current.set(None):
-            outputs = call_by_lengths(self._function(row, kept), groups, arguments, kept, items=items)
-            return join_outputs(outputs, groups)
-
-    def _function(self, row: PackedRow, keywords: dict[str, Any]) -> Callable[..., Any]:
-        """What is called with sequences in rows; may take out of the keywords what it gives to each call itself."""
-        return self._in_short_chunks if self._chunk_size is not None else self.own
+        kept = {name: each for name, each in keywords.items() if name not in _OF_ROWS}
+        kind = "alike" if not self.is_causal else "one" if self.in_one_call else "padded"
+        if self.path in self.found.single:
+            kind = "apart"
+        shared = self.found.shared.get(self.path, frozenset())
+        with row_in_force(None):
+            function = self._in_short_chunks if self._chunk_size is not None else self.own
+            return run_by_lengths(
+                function, row, (arguments, kept), self.found.specs[self.path], kind=kind, shared=shared
+            )
 
     @property
     def _chunk_size(self) -> int | None:
@@ -328,8 +333,8 @@ class ModelForward(Forward):
     #: Padding behind a sequence becomes a sequence of its own. Attention in both directions, which would see it, asks.
     keeps_padding_apart = True
 
-    def __init__(self, module: nn.Module, current: CurrentRow, *, way: Way) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: nn.Module, *, way: Way) -> None:
+        super().__init__(module)
         self.way = way
         #: What the loss of its calls is, where that was found: see ``call_whole``.
         self.division: str | None = None
@@ -370,7 +375,7 @@ class ModelForward(Forward):
         Takes what says so out of the keywords.
         """
         way = self.way
-        if way.items is None or way.kind != "native" or way.both_ways or way.first_position:
+        if way.items is None or way.kind != "native" or way.both_ways or way.first_position or way.found is not None:
             return False
         has_items = any(keywords.get(name) is not None for name in (*PIXELS.values(), ITEM_LENGTHS))
         if has_items or self.stand_ins or self._model_type in COUNTED_FROM_ONE:
@@ -396,34 +401,40 @@ class ModelForward(Forward):
         if row.slices is None:
             require_cuttable(keywords, row)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        runs_whole = self.runs_whole or self._has_pairs or (row.items is not None and self._runs_items_by_sequence)
-        is_one_row = self.way.kind in ("native", "mixers") and not runs_whole
-        hands_lengths_on = is_one_row and not self.way.attention and (takes_any or "cu_seq_lens_q" in taken)
+        runs_whole = self.runs_whole or (row.items is not None and self._runs_items_by_sequence)
+        runs_whole = runs_whole or (self._has_pairs and (self.way.found is None or targets is None))
+        found = self.way.found
+        if found is not None:
+            row.is_found, row.defers_masks, row.noted = True, found.defers, {} if found.is_searched else None
+        is_one_row = self.way.is_one_row and not runs_whole
+        hands_lengths_on = is_one_row and (takes_any or "cu_seq_lens_q" in taken)
+        if found is not None and "cu_seq_lens_q" not in taken and row.slices is None:
+            hands_lengths_on = False  # attention asks the row
         positions = keywords.pop("position_ids", None)
         # A slice comes with its places in the sequences, which not every model asks for.
         if row.slices is not None and "position_ids" not in taken:
             positions = None
         is_usual = positions is None or (row.slices is None and _are_usual(positions, row.sources))
         if not is_usual and "position_ids" not in taken:
-            raise InputError(
-                "this model counts positions by itself, from 0 in each sequence",
-                where=f"{type(self.module).__name__}.forward",
-                found="other position_ids",
-                hint="leave position_ids out",
-            )
+            raise self._counts_by_itself()
         row.has_own_positions = not is_usual
-        if is_one_row and "position_ids" in taken:
+        if found is not None and not found.positions:
+            if not is_usual:
+                raise self._counts_by_itself()
+        elif is_one_row and "position_ids" in taken:
             keywords["position_ids"] = self._positions(row, keywords) if is_usual else positions
             if is_usual and row.items is not None:
                 keywords["position_ids"] = self._positions_by_axis(row, keywords)
         elif not is_usual:
             keywords["position_ids"] = positions
+        if found is not None and not works_by_sequence(self.module):
+            require_one_loss(self.module, labels_by_sequence(keywords, row))
         if not hands_lengths_on:
             keywords = {name: each for name, each in keywords.items() if name not in (*LENGTH_NAMES, "context_slices")}
         keywords = {name: each for name, each in keywords.items() if name not in TARGET_LENGTH_NAMES}
         if "use_cache" in taken:
             keywords["use_cache"] = False
-        if row.targets is not None and self.way.kind == "mixers":
+        if row.targets is not None and (is_one_row or self.way.kind == "mixers"):
             self._shift_targets(row, keywords)
         elif runs_whole:
             with apart_from_row():
@@ -431,8 +442,6 @@ class ModelForward(Forward):
         if row.items is not None:
             keywords |= row.items.of_row()
         self._stand_in(row, keywords)
-        if self.way.attention:
-            self._spare_masks(keywords, row)
         row.is_served = row.is_served or self.way.kind == "native"
         has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
         if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
@@ -441,9 +450,9 @@ class ModelForward(Forward):
             sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
             bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        if self.way.kind == "mixers" or row.items is not None:
+        if self.way.kind == "mixers" or found is not None or row.items is not None:
             self._remember_row_in_checkpoints()
-        with self.current.set(row):
+        with row_in_force(row):
             outputs = self.own(**keywords)
         if not row.is_served:
             raise InputError(
@@ -454,20 +463,29 @@ class ModelForward(Forward):
             )
         return outputs
 
+    def _counts_by_itself(self) -> InputError:
+        return InputError(
+            "this model counts positions by itself, from 0 in each sequence",
+            where=f"{type(self.module).__name__}.forward",
+            found="other position_ids",
+            hint="leave position_ids out",
+        )
+
     @property
     def shares_rows(self) -> bool:
         """Whether ranks can share a row: the mixers get whole sequences, and attention takes slices."""
-        return not self.is_off and self.way.kind == "mixers" and not self.way.attention and not self.way.both_ways
+        return not self.is_off and self.way.kind == "mixers" and not self.way.both_ways
 
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        return not self.is_off and (self.way.attention or self.way.kind in ("backbone", "whole"))
+        return not self.is_off and self.way.kind in ("backbone", "whole")
 
     @property
     def runs_whole(self) -> bool:
         """Whether the head runs by lengths as well, and what its calls give is joined."""
-        return self.way.kind == "whole" or (self._has_pairs and self.way.kind != "mixers")
+        of_pairs = self._has_pairs and self.way.kind != "mixers" and self.way.found is None
+        return self.way.kind == "whole" or of_pairs
 
     @property
     def _has_pairs(self) -> bool:
@@ -534,17 +552,6 @@ class ModelForward(Forward):
             items.seen[place] = seen_tiles(ids[0, begin : begin + length], config, own)
             row.seen_tiles[place] = items.seen[place].flatten(1).bool()
 
-    def _spare_masks(self, keywords: dict[str, Any], row: PackedRow) -> None:
-        """Give a model whose attention runs by lengths masks of one element, so that it builds none of the row.
-
-        transformers hands a mask of four dims on as it is, and the forwards of the attention leave it out.
-        """
-        if self._model_type in WITHOUT_MASKS:
-            return
-        for name in ("attention_mask", "decoder_attention_mask"):
-            if name in self.parameters:
-                keywords[name] = torch.zeros(1, 1, 1, 1, device=row.device)
-
     def _shift_targets(self, row: PackedRow, keywords: dict[str, Any]) -> None:
         """Make an encoder-decoder's inputs of its labels, as it does of each target."""
         if keywords.get("labels") is None or keywords.get("decoder_input_ids") is not None:
@@ -559,7 +566,7 @@ class ModelForward(Forward):
                 pad_token_id=module.config.pad_token_id,
                 decoder_start_token_id=module.config.decoder_start_token_id,
             )
-        calls = row.alike_targets
+        calls = row.groups_of(frozenset({TARGETS}), "alike").of_side(TARGETS)
         shifted = [shift(part) for part in calls.cut(keywords["labels"][0])]
         keywords["decoder_input_ids"] = calls.join(shifted)[None] if shifted else keywords["labels"]
 
@@ -593,7 +600,7 @@ class ModelForward(Forward):
         for module in self.module.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None and not isinstance(function, CheckpointedRow):
-                vars(module)["_gradient_checkpointing_func"] = CheckpointedRow(function, self.current)
+                vars(module)["_gradient_checkpointing_func"] = CheckpointedRow(function)
 
 
 @torch.compiler.disable(reason="the lengths of the sequences are data")

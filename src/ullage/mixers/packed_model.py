@@ -7,27 +7,40 @@ by lengths (:mod:`ullage.mixers.forwards`); everything else works on the packed 
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from ullage.attention.support import mixing_problem, remember_packable
+from ullage.attention.heads import package_of_forward, spans_sequences
+from ullage.attention.interface import CALLS
+from ullage.attention.support import PADDING_FREE, configs_of, names_lengths, remember_packable, row_limits
 from ullage.core.errors import InputError
-from ullage.mixers.attending import attending_forwards
-from ullage.mixers.forwards import CheckpointedRow, CurrentRow, Forward, ModelForward, PartForward
+from ullage.mixers.by_lengths import SIDES
+from ullage.mixers.finding import Discoverer
+from ullage.mixers.forwards import BackboneForward, CheckpointedRow, Forward, FoundForward, ModelForward
 from ullage.mixers.items import takes_items
+from ullage.mixers.projected import ProjectedForward, is_projected
 from ullage.mixers.proof import FAILS_ALONE, Proof, prove
 from ullage.mixers.towers import FeaturesForward, smallest_item, tower_forwards
-from ullage.mixers.trial import trial_of
+from ullage.mixers.trial import Trial, drawn_samples, trial_of, vary
 from ullage.mixers.ways import (
     Way,
+    coarse_ways,
     is_attention_put_in,
+    native_way,
     put_in_attention,
+    require_independent_rows,
     take_out_attention,
-    ways_of,
+    way_of_found,
 )
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
@@ -79,6 +92,38 @@ class PackedModel:
     def __repr__(self) -> str:
         return f"PackedModel({type(self.model).__name__}, {self.way})"
 
+    def __str__(self) -> str:
+        """The way, and a line for each kind of module that was found: how many, what was found, what runs there."""
+        rows = list(told(self.model, self.way))
+        if not rows:
+            return repr(self)
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in rows]
+        return "\n".join([repr(self), *(f"  {line}" for line in lines)])
+
+
+def told(model: nn.Module, way: Way) -> Iterator[tuple[str, str, str, str]]:
+    """What a way runs where: the path, with * for the numbers of layers, the class, what was found, what runs."""
+    found = way.found
+    if found is None:
+        for path in way.paths:
+            yield path or "the model", type(model.get_submodule(path)).__name__, "tokens may meet", "by lengths"
+        return
+    kinds: dict[tuple[str, str, str, str], None] = {}
+    for path in found.touched:
+        name, kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(model.get_submodule(path)).__name__
+        if path in found.parts:
+            how = (
+                "padded behind" if path in found.padded else "one by one" if path in found.single else "by equal length"
+            )
+            kinds[name, kind, "tokens meet", f"by lengths, {how}"] = None
+        else:
+            what = "of the longest sequence" if path in found.once else "restarted in each sequence"
+            kinds[name, kind, "counts", what] = None
+    if found.replaces:
+        kinds["attention", "", "tokens meet", "ullage's, by the lengths of the row"] = None
+    yield from kinds
+
 
 def require_module(model: Any, who: str) -> None:
     """Raise ``InputError`` for what is no module, such as the name of a model; ``who`` takes one."""
@@ -91,7 +136,7 @@ def require_module(model: Any, who: str) -> None:
         )
 
 
-def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None = None) -> PackedModel:
+def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | Literal[False] | None = None) -> PackedModel:
     """Make a model keep the sequences of a packed row apart: each gets the outputs and gradients that it gets alone.
 
     Afterwards ``model(**batch.to_flattened())`` takes a packed row; a call without ``cu_seq_lens_q`` stays what it was.
@@ -99,15 +144,17 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     parameters, ``state_dict``, ``save_pretrained`` and pickles stay the same; a deep copy is packed too. Packing a
     model that is packed already changes nothing.
 
+    What lets its tokens meet is found by runs of a few drawn sequences (:mod:`ullage.mixers.finding`), once for models
+    of one class and configuration in a process: some twelve forwards of 113 tokens. Then ways are tried from the finest
+    on, and the first is taken in which sequences get what they get alone (:mod:`ullage.mixers.proof`).
+
     Args:
         model: a transformers model, or what wraps it.
-        verify: a few samples, as ``RaggedBatch.from_samples`` takes them, of three or more lengths: ways are tried from
-            the finest on, and the first in which these sequences get what they get alone is taken
-            (:mod:`ullage.mixers.proof`). None: the way is chosen by what the model is made of, and a model with parts
-            that are not known runs by lengths.
+        verify: a few samples for the proof, as ``RaggedBatch.from_samples`` takes them, of three or more lengths; the
+            drawn ones if None; False to believe what was found.
 
     Returns a handle with ``undo()``, which is a context manager as well; the model stays packed until each of its
-    handles is undone. Without ``verify`` it reads no weights and does not wait for the device.
+    handles is undone. ``print(handle)`` shows what runs how.
 
     Raises ``InputError`` for a model whose sequences compete by design, with the path of the module, and for one with
     a learned prompt; ``SequencesMeet`` where no way is accepted, with the first module in which a difference appears.
@@ -117,27 +164,172 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | None =
     >>> with pack_model(model) as packed:
     ...     str(packed.way)
     'native'
-    >>> with pack_model(model, verify=[{"input_ids": [3, 1, 4]}, {"input_ids": [1, 5]}]) as packed:
-    ...     str(packed.way)
-    'native'
     """
     require_module(model, "pack_model")
     model = bare(model)
     refuse_learned_prompt(model)
     if is_put_in(model):
         return PackedModel(model, way_of(model))
-    candidates = ways_of(model)
-    if verify is None:
-        for part in candidates.doubts:
-            _logger.warning(
-                "%s may let packed sequences see each other: %s; pack_model(model, verify=samples) tells",
-                type(model).__name__,
-                part,
-            )
-        put_in(model, candidates.sure, is_proved=candidates.is_certain)
-        return PackedModel(model, candidates.sure)
-    trial = trial_of(model, verify)
-    return PackedModel(model, first_accepted(model, candidates.ways, lambda: problem_of(lambda: prove(model, trial))))
+    ways = ways_of(model)
+    if verify is False:
+        put_in(model, ways[0])
+        return PackedModel(model, ways[0])
+    trial = trial_of(model, verify) if verify is not None else drawn_trial(model)
+    if trial is None:  # nobody knows what it takes: all of it by lengths is exact for whatever takes rows
+        _logger.warning(
+            "%s takes no drawn tokens, so no way was tried: it runs by lengths as a whole", type(model).__name__
+        )
+        put_in(model, ways[-1])
+        return PackedModel(model, ways[-1])
+
+    # Parts of many models are float32 by themselves, whatever their weights are.
+    is_double = any(each.dtype == torch.float64 for each in model.parameters())
+
+    def problem() -> str | None:
+        modes = (True,) if verify is not None else (False, True)
+        for training in modes:
+            options: dict[str, Any] = {"training": training, "parameters": not training and not is_double}
+            found = problem_of(lambda: prove(model, trial, **options))  # noqa: B023
+            # Some models take other fields in training, which nobody has drawn.
+            if found is not None and not (verify is None and training and FAILS_ALONE in found):
+                return found
+        return None
+
+    return PackedModel(model, first_accepted(model, ways, problem))
+
+
+#: Ways of models that were searched, by what they are made of.
+_KNOWN: dict[Any, tuple[Way, ...]] = {}
+#: Most of them, and types of the attributes that tell models apart.
+_MOST, _PLAIN = 256, (bool, int, float, str)
+#: Parameters from which a model with fewer layers is searched first.
+_LARGE = 100_000_000
+
+
+def ways_of(model: nn.Module) -> tuple[Way, ...]:
+    """The ways of a bare model that is not packed, the finest first; the last runs all of it by lengths.
+
+    Runs the model on drawn tokens, without gradients, unless one like it was searched in this process; leaves it as it
+    was. Raises ``CompetingSequences`` for a model whose sequences compete, with the path of the part in which they do.
+    """
+    require_independent_rows(model)
+    key = _made_of(model)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        _KNOWN[key] = _searched(model)
+    return _KNOWN[key]
+
+
+def _made_of(model: nn.Module) -> Any:
+    """What a model is made of: its modules with their numbers, what runs around them, its configuration, precision."""
+    config: Any = getattr(model, "config", None)
+    modules = tuple((path, type(each), *_facts(each)) for path, each in model.named_modules())
+    told = None if config is None else (config.to_json_string(use_diff=False), str(config._attn_implementation))
+    parameter = next(model.parameters(), None)
+    return modules, told, None if parameter is None else (parameter.dtype, parameter.device.type)
+
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    own = vars(module)
+    plain = tuple((name, each) for name, each in own.items() if type(each) in _PLAIN and name != "training")
+    return plain, len(module._forward_hooks), len(module._forward_pre_hooks), type(own.get("forward"))
+
+
+def drawn_trial(model: nn.Module) -> Trial | None:
+    """A trial of drawn sequences; None where nobody can tell what the model takes."""
+    try:
+        return trial_of(model, drawn_samples(model))
+    except Exception as error:  # whatever the model raises
+        _logger.debug("%s takes no drawn tokens: %s: %s", type(model).__name__, type(error).__name__, error)
+        return None
+
+
+def _searched(model: nn.Module) -> tuple[Way, ...]:
+    coarse = coarse_ways(model)
+    own = (native_way(model),) if names_lengths(model) else ()
+    # A head of transformers for whole sequences would find one in the row.
+    if spans_sequences(model) and package_of_forward(model) != "ullage":
+        return (*own, *coarse)
+    if _is_native_with_fewer_layers(model):
+        return (native_way(model), *coarse)
+    runs = copy_by_configuration(model) if is_sharded(model) else model
+    trial = None if runs is None else drawn_trial(runs)
+    if runs is None or trial is None:
+        return (*own, *coarse)
+    found = [way_of_found(model, each) for each in Discoverer(runs, trial, put_in, take_out).run()]
+    if any(way.is_as_it_is for way in found) and _is_handed_lengths(runs, trial):
+        own, found = (native_way(model),), [way for way in found if not way.is_as_it_is]
+    # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
+    return (*own, *coarse) if row_limits(model)[0] is not None else (*own, *found, *coarse)
+
+
+def _is_handed_lengths(model: nn.Module, trial: Trial) -> bool:
+    """Whether a model hands lengths on to its attention by itself, so that it needs no other forward."""
+    way, before = native_way(model), CALLS[0]
+    put_in(model, way)
+    try:
+        proof = prove(model, trial, training=False, backward=False)
+        return proof.passed and CALLS[0] > before
+    except Exception:  # whatever it raises, it is not handed them
+        return False
+    finally:
+        take_out(model)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this process lacks parameters of a model, so that it can run nothing of it by itself."""
+    return any(hasattr(each, "ds_id") or isinstance(each, DTensor) or each.is_meta for each in model.parameters())
+
+
+def copy_by_configuration(model: nn.Module, *, layers: int | None = None) -> nn.Module | None:
+    """A new model of the class and configuration of another, with weights of its own; None where that is unlike it.
+
+    ``layers``: how many it has, of all kinds that the other has; as many as the other if None.
+    """
+    kinds = (each for each in type(model).__mro__ if issubclass(each, PreTrainedModel))
+    kind = next((each for each in kinds if not issubclass(each, FSDPModule)), None)
+    if kind is None:
+        return None
+    config: Any = copy.deepcopy(model.config)
+    if layers is not None:
+        text = config.get_text_config()
+        number = getattr(text, "num_hidden_layers", 0)
+        for name, value in vars(text).items():
+            if isinstance(value, (list, tuple)) and len(value) == number:  # the kind of each layer
+                setattr(text, name, value[:layers])
+        text.num_hidden_layers = layers
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        made: nn.Module = kind(config).eval()
+    parameter = next(model.parameters())
+    if parameter.is_floating_point():
+        nn.Module.to(made, dtype=parameter.dtype)
+    vary(made)
+    return made if _kinds_of(model) == _kinds_of(made) else None
+
+
+def _kinds_of(model: nn.Module) -> set[Any]:
+    """The places of a model's modules, whatever the number of the layer, with their classes and hooks."""
+    kinds = set()
+    for path, module in model.named_modules():
+        kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+        kinds.add((re.sub(r"\d+", "*", path), kind, len(module._forward_hooks), type(vars(module).get("forward"))))
+    return kinds
+
+
+def _is_native_with_fewer_layers(model: nn.Module) -> bool:
+    """Whether a large model of transformers would be native with two layers, of which it has more of the same."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if getattr(text, "num_hidden_layers", 0) < 4 or sum(each.numel() for each in model.parameters()) < _LARGE:
+        return False
+    try:
+        small = copy_by_configuration(model, layers=2)
+        return small is not None and ways_of(small)[0] == native_way(small)
+    except Exception as error:  # whatever such a configuration raises
+        _logger.debug("%s with two layers: %s: %s", type(model).__name__, type(error).__name__, error)
+        return False
 
 
 def problem_of(proving: Callable[[], Proof]) -> str | None:
@@ -169,7 +361,7 @@ def call_equally_often(model: nn.Module) -> bool:
     if forward is None:
         return True
     parts = [vars(model.get_submodule(path)).get("forward") for path in forward.way.paths]
-    parts = [part for part in parts if isinstance(part, PartForward)]
+    parts = [part for part in parts if isinstance(part, FoundForward)]
     # Where padding could be seen, sequences of each length need a call of their own.
     if forward.way.kind not in ("native", "mixers") or not all(part.is_causal for part in parts):
         return False
@@ -227,7 +419,7 @@ def first_accepted(
     for way in ways:
         if way != current:
             take_out(model)
-            put_in(model, way, is_proved=True)
+            put_in(model, way)
         current = way
         problem = problem_of()
         if problem is None:
@@ -276,34 +468,42 @@ def _adverb(way: Way) -> str:
 # What a way puts into a model, and how it is taken out again.
 
 
-def put_in(model: nn.Module, way: Way, *, is_proved: bool = False) -> None:
-    """Make a bare model that is not packed keep sequences apart in a way.
-
-    ``is_proved``: whether the model has shown, or is about to show, that it does so: what cannot be told by looking at
-    it is then not asked.
-    """
-    if way.kind == "native":
-        if mixing_problem(model) is not None:
+def put_in(model: nn.Module, way: Way) -> None:
+    """Make a bare model that is not packed keep sequences apart in a way."""
+    if way.found is not None:
+        _put_in_found(model, way)
+        return
+    if way.kind == "native" and hasattr(model, "config"):
+        if not all(config._attn_implementation in PADDING_FREE for _, config in configs_of(model)):
             put_in_attention(model)
-        if is_proved:
-            remember_packable(model)
+        remember_packable(model)
     if not way.needs_forward:
         return
-    current = CurrentRow()
-    if way.attention:
-        for forward in attending_forwards(model, way.paths, current):
-            forward.put_in()
-    else:
-        for path in filter(None, way.paths):
-            PartForward(model.get_submodule(path), current, is_causal=way.kind == "mixers").put_in()
+    for path in filter(None, way.paths):
+        BackboneForward(model.get_submodule(path)).put_in()
     if way.items == "row":
-        for forward in tower_forwards(model, current):
+        for forward in tower_forwards(model):
             forward.put_in()
-    ModelForward(model, current, way=way).put_in()
-    if way.kind in ("native", "mixers") and not way.attention:
-        # Its attention reads the lengths; what it cannot check is done by lengths, or by the model's forward.
-        put_in_attention(model)
-        remember_packable(model)
+    ModelForward(model, way=way).put_in()
+
+
+def _put_in_found(model: nn.Module, way: Way) -> None:
+    """Make a bare model keep sequences apart as a search has found."""
+    found = way.found
+    assert found is not None
+    for path in found.touched:
+        part = model.get_submodule(path)
+        is_scores = path in found.parts and is_projected(part) and not found.is_searched
+        forward = ProjectedForward(part) if is_scores else FoundForward(part, found, path)
+        forward.put_in()
+    for path, sides in found.sides.items():
+        setattr(model.get_submodule(path), SIDES, sides)
+    if way.items == "row":
+        for forward in tower_forwards(model):
+            forward.put_in()
+    ModelForward(model, way=way).put_in()
+    if found.replaces:
+        put_in_attention(model, makes_masks=bool(found.parts) or found.is_searched)
 
 
 def way_of(model: nn.Module) -> Way:
@@ -318,6 +518,7 @@ def take_out(model: nn.Module) -> None:
         # One that autocast was put around since stands under another name.
         for forward in [each for name, each in vars(module).items() if isinstance(each, Forward) and name == each.name]:
             forward.take_out()
+        vars(module).pop(SIDES, None)
         function = vars(module).get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointedRow):
             vars(module)["_gradient_checkpointing_func"] = function.function

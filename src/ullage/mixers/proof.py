@@ -186,6 +186,7 @@ def prove(
             run.parameters = [each for each in model.parameters() if each.requires_grad]
         shortest = sizes.index(min(sizes))
         again, alone, packed = _run_all(run, shortest)
+        missed = _missed(alone, packed)
         if any(each.outputs.keys() != packed.outputs.keys() for each in (again, *alone)):
             # What has no entry for each token or sequence would count in the gradients of one side alone.
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
@@ -194,14 +195,14 @@ def prove(
         proof.tokens = 2 * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
-        proof.differences = list(_compare(proof, trial, alone, packed, limits, has_ties))
+        proof.differences = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
         if agree(not proof.passed):
             # One sequence may have been the same twice by chance.
             repeated = run.packed(alone)
             proof.tokens += sum(sizes)
             if not proof.passed and not proof.weak:
                 limits = _settle(proof, limits, _difference_of_repeats(packed, repeated))
-                proof.differences = list(_compare(proof, trial, alone, packed, limits, has_ties))
+                proof.differences = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
             # Where only gradients differ, no module's output does.
             if agree(any(not each.passed for each in proof.differences if each.kind != "gradients")):
                 proof.module = first_module(run, limits.outputs / 4)
@@ -221,6 +222,15 @@ def _run_all(run: TrialRun, shortest: int) -> tuple[CallOutcome, list[CallOutcom
             if place:  # one gradient of the weights is held, not one per sequence
                 _add_up(alone[0], alone[place])
     return again, alone, run.packed(alone)
+
+
+def _missed(alone: Sequence[CallOutcome], packed: CallOutcome) -> list[TrialDifference]:
+    """Outputs that each sequence alone has one entry of, as of its first token, and the row has not one for each."""
+    names = set.intersection(*(set(each.outputs) for each in alone)) - set(packed.outputs)
+    by_sequence = sorted(name for name in names if all(each.outputs[name][0].ndim == 2 for each in alone))
+    return [
+        TrialDifference("outputs", f"{name}, of which a row has not one for each,", inf, 0.0) for name in by_sequence
+    ]
 
 
 def _alone(run: TrialRun, place: int) -> CallOutcome:

@@ -21,28 +21,29 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from ullage.attention.current import current_row, row_in_force
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.support import apart_from_row, text_modules
 from ullage.core.layout import Int64
 from ullage.core.rows import LENGTH_NAMES
 from ullage.mixers.by_lengths import PackedRow
-from ullage.mixers.forwards import CurrentRow, Forward, RowForward
+from ullage.mixers.forwards import Forward, RowForward
 from ullage.mixers.items import PIXELS, RowItems, has_rows_of_items, require_matching
 
 #: The methods that make features of items, by the kind of items.
 FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 
 
-def tower_forwards(model: nn.Module, current: CurrentRow) -> list[Forward]:
+def tower_forwards(model: nn.Module) -> list[Forward]:
     """The forwards of a model whose rows may hold images: of what makes features of them, and of what looks at them."""
     part = features_of(model)
     made: list[Forward] = [
-        FeaturesForward(part, current, kind=kind) for kind, name in FEATURES.items() if hasattr(type(part), name)
+        FeaturesForward(part, kind=kind) for kind, name in FEATURES.items() if hasattr(type(part), name)
     ]
     for module in model.modules():
         kind = _LOOKING.get(type(module).__name__)
         if kind is not None:
-            made.append(kind(module, current))
+            made.append(kind(module))
     return made
 
 
@@ -67,12 +68,12 @@ class FeaturesForward(Forward):
             that gather sharded parameters in each call have to make equally many.
     """
 
-    def __init__(self, module: nn.Module, current: CurrentRow, *, kind: str) -> None:
+    def __init__(self, module: nn.Module, *, kind: str) -> None:
         self.kind, self.name, self.in_one_call = kind, FEATURES[kind], False
-        super().__init__(module, current)
+        super().__init__(module)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
+        row = current_row()
         if row is None:
             return self.own(*arguments, **keywords)
         # Within, the tower knows of no packed row.
@@ -80,7 +81,7 @@ class FeaturesForward(Forward):
         pixels = self.named(arguments, kept).get(PIXELS[self.kind])
         is_trained = any(each.requires_grad for each in tower_parameters(self.module))
         is_trained = is_trained or getattr(pixels, "requires_grad", False)
-        with self.current.set(None), apart_from_row(), torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
+        with row_in_force(None), apart_from_row(), torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
             outputs = self._run(arguments, kept)
         if self.kind in row.stand_ins:
             return _without_features(outputs)
@@ -270,7 +271,7 @@ class CrossLayerForward(Forward):
     """The forward of a layer around an attention to images: it leaves sequences without images as they are."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        row = self.current.get()
+        row = current_row()
         if row is None:
             return self.own(*arguments, **keywords)
         hidden = self.named(arguments, keywords)["hidden_states"]

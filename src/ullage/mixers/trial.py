@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,8 @@ from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
 from ullage.core.items import UnequalRows
 from ullage.core.layout import Layout
-from ullage.mixers.at_rest import Leaf, embedded_inputs
-from ullage.mixers.items import PIXELS, alone_form
+from ullage.mixers.at_rest import Leaf, at_rest, embedded_inputs
+from ullage.mixers.items import PIXELS, alone_form, takes_items
 
 #: Fields of labels with one entry per sequence, beside ``labels`` of a head by sequence.
 _BY_SEQUENCE = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
@@ -48,6 +49,127 @@ class Trial:
     sizes: Sequence[int]
     target_sizes: Sequence[int] | None = None
     counts: Sequence[float] | None = None
+
+
+# Sequences drawn for a model, where nobody has given any.
+
+#: Tokens of each: two are alike, and two are longer than what most windows of tiny models reach.
+_LENGTHS = (5, 12, 3, 49, 72, 12)
+#: Tokens of the targets of an encoder-decoder.
+_TARGETS = (4, 5, 7, 17, 24, 5)
+#: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
+_MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
+_POSITIONS = re.compile(r"pos|wpe")
+#: Of tokens to draw from, and of them those that are drawn.
+_USABLE = 1000
+
+
+def usable_tokens(model: nn.Module) -> Tensor:
+    """Tokens that stand for nothing special, int64 [at most 1000], in order."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if size is None:
+        table = next((each for each in model.modules() if isinstance(each, nn.Embedding)), None)
+        size = 0 if table is None else table.num_embeddings
+    special = special_tokens(model)
+    return torch.tensor([token for token in range(int(size)) if token not in special][:_USABLE])
+
+
+def special_tokens(model: nn.Module) -> set[int]:
+    """Tokens that mean something to a model: padding, ends, images."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {
+        value
+        for part in (config, text)
+        if part is not None
+        for name, value in vars(part).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """How many tokens a sequence may have, by the config and the tables of positions; None where nothing tells."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limits = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+            # A table may begin behind the index of padding.
+            limits.append(module.num_embeddings - 2)
+    return min(limits, default=None)
+
+
+def drawn_samples(model: nn.Module) -> list[dict[str, Tensor]]:
+    """A few sequences drawn for a model, as :func:`trial_of` takes them, with labels where it takes such of text.
+
+    They depend on the model's class and configuration alone. Runs the model to find out what it takes, at rest and
+    without gradients. Raises what the model raises.
+    """
+    failure: Exception | None = None
+    with at_rest(model, training=False), torch.no_grad():
+        for least in (1, 2, 4, 8, 16):
+            # Models of images compute a loss of text by rules of their own: a run's first step proves it.
+            for has_labels in (False,) if takes_items(model) else (True, False):
+                samples = _drawn(model, least, has_labels=has_labels)
+                try:
+                    for sample in (samples[2], samples[4]):
+                        TrialRun(model, trial_of(model, [sample]), call=model, backward=False).alone(0)
+                except Exception as error:  # whatever it is: another length is tried
+                    failure = failure or error
+                    continue
+                return samples
+    assert failure is not None
+    raise failure
+
+
+def _drawn(model: nn.Module, least: int, *, has_labels: bool) -> list[dict[str, Tensor]]:
+    random, usable, most = torch.Generator().manual_seed(0), usable_tokens(model), most_tokens(model)
+    if not len(usable):
+        raise InputError("nobody can tell which tokens this model takes", where=type(model).__name__)
+    taken = inspect.signature(model.forward).parameters if has_labels else ()
+    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+    def tokens(length: int) -> Tensor:
+        return usable[torch.randint(len(usable), (length,), generator=random)]
+
+    samples = []
+    for length, size in zip(_LENGTHS, _TARGETS):
+        sample = {"input_ids": tokens(max(min(length, most or length), least))}
+        if is_pair:
+            sample["labels" if "labels" in taken else "decoder_input_ids"] = tokens(size)
+        elif "labels" in taken and works_by_sequence(model):
+            kinds = max(int(getattr(model.config, "num_labels", 2)), 1)  # type: ignore[union-attr]
+            sample["labels"] = torch.randint(kinds, (), generator=random)
+        elif "labels" in taken:
+            classes = getattr(getattr(model, "config", None), "num_labels", None) if is_tagging(model) else None
+            sample["labels"] = sample["input_ids"].clone() if classes is None else sample["input_ids"] % classes
+            if classes is None:
+                sample["labels"][:1] = IGNORED_LABEL
+        samples.append(sample)
+    return samples
+
+
+@torch.no_grad()
+def vary(model: nn.Module) -> None:
+    """Draw every parameter anew whose values are all equal or not finite: noise around its value."""
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or parameter.numel() < 2:
+            if parameter.is_floating_point() and not parameter.any():  # a gate that is closed
+                parameter.uniform_(0.3, 0.7)
+            continue
+        if not torch.isfinite(parameter).all():
+            parameter.normal_(0.0, 0.1)
+        elif (parameter == parameter.flatten()[0]).all():
+            # A tiny constant (a layer scale of 1e-5) would close its path as much as a zero does.
+            size = abs(float(parameter.flatten()[0]))
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 if size < 0.1 else 0.1 * size)
+
+
+def is_tagging(model: nn.Module) -> bool:
+    """Whether the labels of a model are classes of tokens, by the name of its class."""
+    return any("ForTokenClassification" in each.__name__ for each in type(model).__mro__)
 
 
 def trial_of(

@@ -3,40 +3,32 @@
 There are three ways, the finest that a model allows is taken:
 
 - *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
-- *mixers*: only what mixes tokens runs by lengths: convolutions, scans and states beside an attention that reads the
-  lengths, or the attention too, where it does not (:mod:`ullage.mixers.attending`);
+- *mixers*: parts in which tokens meet run by lengths: convolutions, scans and states beside an attention that reads the
+  lengths, or the attention too, where it does not;
 - *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
   model whose rows do not see each other, whatever it is made of, and computes no padding either.
 
-What a model is made of decides whether the finest way is taken as it is, or tried first: parts of other authors than
-torch, transformers and this library may let tokens meet (:mod:`ullage.attention.parts`), and then only a way is sure
-in which these parts get sequences as the rows of a batch. A model in which the rows of a batch do see each other, by
-design, is refused.
+Which parts these are is found by runs (:mod:`ullage.mixers.finding`). What no run of a few tokens can show is declared
+here: the types whose towers take the images of a row at once, and what makes the rows of a batch meet by design.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ullage.attention.heads import is_multiple_choice, package_of_forward, spans_sequences, works_by_token
-from ullage.attention.parts import UnknownPart, lora_variants, unknown_parts
+from ullage.attention.heads import is_multiple_choice, works_by_token
 from ullage.attention.support import (
     NAME,
     attends_both_ways,
     configs_of,
-    counts_places,
     first_position,
     forget_checks,
-    mixing_problem,
-    names_lengths,
-    row_limits,
     text_modules,
 )
 from ullage.core.errors import InputError
@@ -45,59 +37,8 @@ from ullage.mixers.items import takes_items
 
 Kind = Literal["native", "mixers", "backbone", "whole"]
 
-#: Endings of the class names of modules that mix tokens and are causal, by the hybrids that were proved with them.
-_MIXERS = (
-    "DeltaAttention",
-    "GatedDeltaNet",
-    "LightningAttention",
-    "MambaLayer",
-    "MambaMixer",
-    "Mamba2Mixer",
-    "FalconH1Mixer",
-    "BambaMixer",
-    "RecurrentBlock",
-    "RwkvFeedForward",
-    "RwkvSelfAttention",
-    "ShortConv",
-    "ShortConvolution",
-    "PLELayer",
-    "ZayaCCAProjection",
-    "xLSTMBlock",
-)
-#: Model types whose other parts either work on single tokens or hand the lengths on to their attention; each is proved
-#: by the audit. Any other type with such mixers runs by lengths as a whole.
-HYBRIDS = {
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "llama4_text", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
-    "zamba", "zamba2", "zaya",
-}  # fmt: skip
 #: Types whose heads take more from their backbone than one entry per token.
 _WITH_THEIR_HEADS = frozenset({"prophetnet"})
-#: Types whose attention reads no lengths and runs by them instead, as do its embeddings of positions and mixers that
-#: stand beside it; each is proved by the audit. Everything else in them works on single tokens.
-BY_ATTENTION = frozenset(
-    {
-        "axk2", "bart", "biogpt", "blenderbot", "blenderbot-small", "bloom", "codegen", "deepseek_v32",
-        "deepseek_v4", "doge", "dots3_note_text", "falcon", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese",
-        "gptj", "hy_v4", "inkling2_text", "inkling_text", "longcat_flash", "luke", "m2m_100", "marian", "mbart",
-        "megatron-bert", "minimax_m3_vl_text", "mpt", "mt5", "musicgen_decoder", "musicgen_melody_decoder", "mvp",
-        "nemotron", "openai-gpt", "pegasus", "plbart", "qwen4_exp_text", "rembert", "roformer", "stablelm", "t5",
-        "trocr", "umt5", "whisper", "xglm",
-    }
-)  # fmt: skip
-#: Those that make their masks themselves, or none.
-WITHOUT_MASKS = frozenset({"openai-gpt"})
-#: Those that see later tokens unless they are decoders.
-_ENCODERS = frozenset({"luke", "megatron-bert", "rembert", "roformer"})
-#: Endings of the class names of attention with projections of their own and nothing between them and the scores.
-_PROJECTED = (
-    "BartAttention", "BioGptAttention", "BlenderbotAttention", "BlenderbotSmallAttention", "M2M100Attention",
-    "MT5Attention", "MarianAttention", "MusicgenAttention", "MusicgenMelodyAttention", "MvpAttention",
-    "PegasusAttention", "T5Attention", "TrOCRAttention", "WhisperAttention", "XGLMAttention",
-)  # fmt: skip
-_ATTENTION = ("Attention", "MLA")
-_POSITIONS = ("PositionalEmbedding",)
 #: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
 #: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
 ITEMS_ON_THE_ROW = frozenset(
@@ -127,6 +68,59 @@ class CompetingSequences(InputError):
     """The sequences of one batch compete by design, so that no batch of them equals each alone."""
 
 
+@dataclass(eq=False)
+class Found:
+    """What a search has found of a model (:mod:`ullage.mixers.finding`).
+
+    Attributes:
+        replaces: whether its attention is replaced, and asks the row in force.
+        defers: whether the masks of its own attention are made by sequence.
+        positions: whether the model is given positions; else it counts them by itself, and what counts is restarted.
+        is_searched: whether the search is going on, and masks are made and noted.
+        parts: the paths of modules that run by lengths; "" is the model itself.
+        padded: those of them in which no token sees a later one, so that sequences of similar lengths share a call.
+        apart: those in which one does.
+        single: those that take one sequence at a time, since the rows of a batch meet in them.
+        restarts: arguments (True) and outputs (False) that are restarted: path, which, key.
+        once: modules that only count, and are called on as many tokens as the longest sequence has.
+        shared: by path, the arguments that say the same of every sequence.
+        sides: by path, the sides of queries and keys of attention, in an encoder-decoder.
+        specs: of all modules, by path.
+    """
+
+    replaces: bool = False
+    defers: bool = False
+    positions: bool = False
+    is_searched: bool = False
+    parts: set[str] = field(default_factory=set)
+    padded: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)
+    single: set[str] = field(default_factory=set)
+    restarts: set[tuple[str, bool, str]] = field(default_factory=set)
+    once: set[str] = field(default_factory=set)
+    shared: dict[str, frozenset[str]] = field(default_factory=dict)
+    sides: dict[str, tuple[str, str]] = field(default_factory=dict)
+    specs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, path: str) -> None:
+        """Have a module run by lengths; nothing within it is known to need anything then."""
+        inner = f"{path}." if path else ""
+        for each in (self.parts, self.padded, self.apart, self.single, self.once):
+            each -= {other for other in each if other.startswith(inner)}
+        own = {each for each in self.restarts if each[:2] == (path, False)}
+        self.restarts -= own | {each for each in self.restarts if each[0].startswith(inner)}
+        self.once.discard(path)
+        self.parts.add(path)
+
+    @property
+    def touched(self) -> list[str]:
+        """The paths of all modules that get a forward."""
+        return sorted(self.parts | {path for path, _, _ in self.restarts if path})
+
+    def __deepcopy__(self, memo: Any) -> Found:
+        return self
+
+
 @dataclass(frozen=True)
 class Way:
     """How a model keeps sequences apart.
@@ -136,7 +130,7 @@ class Way:
         paths: the modules that run by lengths, by their path in the model; "" is the model itself.
         first_position: of a sequence's first token where the model's position table begins behind a padding index.
         both_ways: whether attention that reads the lengths sees later tokens too, and so the padding behind a sequence.
-        attention: whether the attention is among the parts that run by lengths, so that nothing else has to know them.
+        found: what a search has found, where the way is its.
         items: how images and clips are kept apart: "row", where the model takes those of all sequences at once;
             "sequences", where a row with any runs by sequence; None for a model that takes none.
     """
@@ -145,12 +139,24 @@ class Way:
     paths: tuple[str, ...] = ()
     first_position: int = 0
     both_ways: bool = False
-    attention: bool = False
     items: Literal["row", "sequences"] | None = None
+    found: Found | None = None
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether the model gets the row as it is, and parts of it run by lengths at most."""
+        return self.kind in ("native", "mixers")
+
+    @property
+    def is_as_it_is(self) -> bool:
+        """Whether nothing was found that has to be told the lengths but the attention."""
+        return self.found is not None and not self.found.touched and self.found.replaces
 
     @property
     def needs_forward(self) -> bool:
         """Whether a packed call needs more than what the model does with it by itself."""
+        if self.found is not None:
+            return True
         return self.kind != "native" or self.both_ways or self.first_position > 0 or self.items is not None
 
     def __str__(self) -> str:
@@ -159,178 +165,38 @@ class Way:
         return f"{self.kind} by lengths"
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The ways that a model may keep sequences apart in, and what is known about them without trying.
-
-    Attributes:
-        ways: the finest first. The last runs the whole model by lengths, but for an own forward that needs the lengths.
-        is_certain: whether the first is exact by what the model is made of, so that none has to be tried.
-        sure: what to take without trying: the finest in which every unknown part gets sequences as rows of a batch, or
-            the native way of a model whose own forward names the lengths, which answers for itself.
-        unknown: the parts of other authors.
-        doubts: those that no way runs by lengths: hooks around the model's own call.
-    """
-
-    ways: tuple[Way, ...]
-    is_certain: bool
-    sure: Way
-    unknown: tuple[UnknownPart, ...] = ()
-    doubts: tuple[UnknownPart, ...] = ()
-
-
-def ways_of(model: nn.Module) -> Candidates:
-    """The ways of a bare model. Reads no weights, runs nothing, and leaves the model as it was.
-
-    Raises ``CompetingSequences`` for a model whose sequences compete, with the path of the part in which they do.
-    """
-    require_independent_rows(model)
-    native, by_lengths = _native(model), _by_lengths(model)
-    ways = by_lengths if native is None else (native, *by_lengths)
-    if takes_items(model):
-        ways = tuple(replace(way, items=_of_items(model, way)) for way in ways)
-        native, by_lengths = (None, ways) if native is None else (ways[0], ways[1:])
-    unknown = tuple(unknown_parts(model))
-    if not unknown:
-        return Candidates(ways, True, ways[0])
-    doubts = tuple(part for part in unknown if part.is_hook and not part.path)
-    if native is not None and names_lengths(model):
-        return Candidates(ways, False, native, unknown, doubts)
-    sure = next(way for way in by_lengths if way.kind == "whole" or _holds_all(model, way, unknown))
-    return Candidates(ways, False, sure, unknown, doubts)
+def way_of_found(model: nn.Module, found: Found) -> Way:
+    """The way of what a search has found of a bare model."""
+    kind: Kind = "mixers" if found.parts else "native"
+    way = Way(kind, tuple(sorted(found.parts)), first_position=first_position(model), found=found)
+    return with_items(model, way)
 
 
 def _of_items(model: nn.Module, way: Way) -> Literal["row", "sequences"]:
     """How a model keeps images apart in a way."""
     config: Any = model.config
-    is_one_row = way.kind in ("native", "mixers")
-    return "row" if is_one_row and config.model_type in ITEMS_ON_THE_ROW else "sequences"
+    return "row" if way.is_one_row and config.model_type in ITEMS_ON_THE_ROW else "sequences"
 
 
-def _holds_all(model: nn.Module, way: Way, parts: tuple[UnknownPart, ...]) -> bool:
-    """Whether a backbone by lengths holds all unknown parts, and what stands around it none of them."""
-    if way.kind != "backbone" or not all(part.is_within(path) for part in parts for path in way.paths):
-        return False
-    backbone = model.get_submodule(way.paths[0])
-    held = {id(module) for module in backbone.modules()}
-    around = (module for module in model.modules() if id(module) not in held)
-    return not any(id(part) in held and part is not backbone for module in around for part in module.children())
+def with_items(model: nn.Module, way: Way) -> Way:
+    """A way, with what it does with the images of a model that takes any."""
+    return replace(way, items=_of_items(model, way)) if takes_items(model) else way
 
 
-def _native(model: nn.Module) -> Way | None:
-    """The native way, where nothing that is known of the model speaks against it."""
-    # A head of transformers for whole sequences would find one in the row.
-    if spans_sequences(model) and package_of_forward(model) != "ullage":
-        return None
-    before = mixing_problem(model)
-    if before is not None and not is_attention_put_in(model):
-        put_in_attention(model)
-        try:
-            problem = mixing_problem(model)
-        finally:
-            take_out_attention(model)
-    else:
-        problem = before
-    return None if problem else Way("native", first_position=first_position(model), both_ways=attends_both_ways(model))
+def native_way(model: nn.Module) -> Way:
+    """The way of a model that reads the lengths by itself, or whose attention is handed them."""
+    return with_items(model, Way("native", first_position=first_position(model), both_ways=attends_both_ways(model)))
 
 
-def _by_lengths(model: nn.Module) -> tuple[Way, ...]:
-    """The ways of a model whose attention alone does not keep sequences apart, the finest first."""
+def coarse_ways(model: nn.Module) -> tuple[Way, ...]:
+    """The ways that are exact for every model whose rows do not see each other: its backbone, and all of it."""
     config: Any = getattr(model, "config", None)
-    whole = Way("whole", ("",))
-    attention = _by_attention(model)
-    if getattr(config, "is_encoder_decoder", False):
-        return (whole,) if attention is None else (attention, whole)
-    ways = [] if attention is None else [attention]
-    mixers = tuple(path for path, _ in mixers_of(model))  # none in a hybrid's configuration with attention alone
-    if mixers and getattr(config, "model_type", None) in HYBRIDS and works_by_token(model):
-        ways.append(Way("mixers", mixers))
-    backbone = _backbone(model)
-    if backbone is not None and works_by_token(model) and config.model_type not in _WITH_THEIR_HEADS:
-        ways.append(Way("backbone", (backbone,)))
-    return (*ways, whole)
-
-
-def _by_attention(model: nn.Module) -> Way | None:
-    """The way of a model whose attention runs by lengths; None where it may do something else than is known."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in BY_ATTENTION or not works_by_token(model):
-        return None
-    if config._attn_implementation not in ("eager", "sdpa", NAME) or _is_unlike_its_kind(config):
-        return None
-    # Older versions of some models make their masks themselves, and take none that is made.
-    if config.model_type not in WITHOUT_MASKS and not _hands_masks_on(model):
-        return None
-    # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
-    if row_limits(model)[0] is not None:
-        return None
-    paths = tuple(path for path, _ in attending_parts(model))
-    return Way("mixers", paths, first_position=first_position(model), attention=True)
-
-
-def _hands_masks_on(model: nn.Module) -> bool:
-    """Whether a model of transformers gets its masks from functions that hand a mask of four dims on as it is."""
-    kind = next((each for each in type(model).__mro__ if each.__module__.startswith("transformers.models.")), None)
-    names = {} if kind is None else vars(sys.modules[kind.__module__])
-    both_ways = "create_bidirectional_mask" in names
-    if getattr(model.config, "is_encoder_decoder", False):
-        return both_ways
-    return both_ways or "create_causal_mask" in names or "create_sliding_window_causal_mask" in names
-
-
-def _is_unlike_its_kind(config: Any) -> bool:
-    """Whether learned keys stand before each sequence (MVP), or a bias was added to the mask (Falcon)."""
-    return bool(getattr(config, "use_prompt", False) or getattr(config, "alibi", False))
-
-
-def attending_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that run by lengths where the attention does: its innermost modules, and what counts positions."""
-    holding: set[str] = set()
-    attention = [path for path, module in model.named_modules() if type(module).__name__.endswith(_ATTENTION)]
-    for path in attention:
-        holding.update(other for other in attention if path.startswith(f"{other}."))
-    outer: list[str] = []
-    for path, module in model.named_modules():
-        if any(path.startswith(f"{known}.") for known in outer):
-            continue
-        is_attention = path in attention and path not in holding
-        if is_attention or is_mixer(module) or is_positions(module) or hasattr(module, "build_alibi_tensor"):
-            yield path, module
-            # BLOOM itself makes the bias of its layers.
-            if not hasattr(module, "build_alibi_tensor"):
-                outer.append(path)
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Whether a module mixes tokens in another way than by attention, or by one that counts places in the row."""
-    return type(module).__name__.endswith(_MIXERS) or counts_places(module)
-
-
-def is_positions(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that it counts by itself."""
-    return type(module).__name__.endswith(_POSITIONS)
-
-
-def is_projected(module: nn.Module) -> bool:
-    """Whether a module is an attention of BART's or T5's kind."""
-    return type(module).__name__.endswith(_PROJECTED)
-
-
-def sees_later_tokens(model: nn.Module) -> bool:
-    """Whether the attention of a model that runs by lengths sees later tokens, where it does not say so itself."""
-    config: Any = model.config
-    return config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
-
-
-def mixers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that mix tokens in another way than by attention, or count places, with their paths."""
-    outer: list[str] = []
-    for path, module in model.named_modules():
-        if any(path.startswith(f"{known}.") for known in outer):
-            continue
-        if is_mixer(module):
-            outer.append(path)
-            yield path, module
+    ways = [Way("whole", ("",))]
+    is_pair = getattr(config, "is_encoder_decoder", False)
+    backbone = None if is_pair or not works_by_token(model) else _backbone(model)
+    if backbone is not None and config.model_type not in _WITH_THEIR_HEADS:
+        ways.insert(0, Way("backbone", (backbone,)))
+    return tuple(with_items(model, way) for way in ways)
 
 
 def require_independent_rows(model: nn.Module) -> None:
@@ -353,10 +219,16 @@ def require_independent_rows(model: nn.Module) -> None:
     norms = _batch_norms(model)
     # What a tower of transformers makes itself is not refused: it gets images by sequence, as each alone.
     of_text = {id(module) for _, module in text_modules(model)} if norms else set()
-    put_in = {part.path for part in unknown_parts(model)} if norms else set()
     for path, module in norms.items():
-        if id(module) in of_text or path in put_in:
+        maker = type(model.get_submodule(path.rpartition(".")[0])).__module__
+        if id(module) in of_text or not maker.startswith("transformers."):
             raise _competes(f"{path} ({type(module).__name__})", "normalises over the tokens of all sequences")
+
+
+def lora_variants(module: nn.Module) -> list[Any]:
+    """The variants of a layer of PEFT's LoRA, DoRA for example; none of any other module."""
+    variants = vars(module).get("lora_variant")
+    return list(variants.values()) if isinstance(variants, dict) else []
 
 
 def _batch_norms(model: nn.Module) -> Mapping[str, nn.Module]:
@@ -405,10 +277,12 @@ class _InPlaceOf(str):
     """The name of our attention, in the place of the name ``before``: a pickle of the model has that one again."""
 
     before: str
+    #: Whether parts of the model ask masks for what they hold, which are then those of the attention before.
+    makes_masks: bool
 
-    def __new__(cls, before: str) -> _InPlaceOf:
+    def __new__(cls, before: str, makes_masks: bool = False) -> _InPlaceOf:
         made = super().__new__(cls, NAME)
-        made.before = before
+        made.before, made.makes_masks = before, makes_masks
         return made
 
     def __reduce__(self) -> Any:
@@ -418,8 +292,11 @@ class _InPlaceOf(str):
         return self
 
 
-def put_in_attention(model: nn.Module) -> bool:
-    """Give a model our attention until :func:`take_out_attention`; False for one without a hook to put it in."""
+def put_in_attention(model: nn.Module, *, makes_masks: bool = False) -> bool:
+    """Give a model our attention until :func:`take_out_attention`; False for one without a hook to put it in.
+
+    ``makes_masks``: whether other parts of it take masks too, of the form that the attention before takes.
+    """
     before = [(config, config._attn_implementation) for _, config in configs_of(model)]
     try:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -428,7 +305,7 @@ def put_in_attention(model: nn.Module) -> bool:
         return False
     for config, name in before:
         if name != NAME and config._attn_implementation == NAME:
-            vars(config)[_IMPLEMENTATION] = _InPlaceOf(name)
+            vars(config)[_IMPLEMENTATION] = _InPlaceOf(name, makes_masks)
     return True
 
 

@@ -25,7 +25,6 @@ from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest, embedded_inputs
 from ullage.mixers.packed_model import way_of
 from ullage.mixers.proof import largest, limits_of, prove
-from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare
 from ullage.proofs.placing import given_differ, items_differ, what_is_wrong
 from ullage.proofs.samples import RowOutputs, Sample, Samples
@@ -158,18 +157,16 @@ def audit(
 
 
 def pack_as_a_run(samples: Samples) -> PackedModel:
-    """Pack the model of ``samples`` as a run would: where what it is made of does not tell, ways are tried."""
+    """Pack the model of ``samples`` as a run would: ways are tried, and the first that is proved is taken."""
     model = samples.model
-    if ways_of(bare(model)).is_certain:
-        return pack_model(model)
     try:
         with at_rest(model, training=False):
             samples.settle()
         return pack_model(model, verify=samples.for_trials())
     except CompetingSequences:
         raise
-    except Exception:  # no way is accepted: the checks of the one that is taken without a trial tell why
-        return pack_model(model)
+    except Exception:  # no way is accepted: the checks of the finest one tell why
+        return pack_model(model, verify=False)
 
 
 def _model_of(given: Any) -> nn.Module:

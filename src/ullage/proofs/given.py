@@ -19,6 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ullage.core.errors import InputError, first_line, require_one_of
+from ullage.mixers.trial import vary
 from ullage.models.by_name import has_weights, new_config, sized_config
 
 #: Heads of models, by kind.
@@ -155,19 +156,3 @@ def _small(make: Callable[[], nn.Module], where: str, seed: int) -> nn.Module:
         if isinstance(made, PreTrainedModel):
             vary(made)
     return made.eval()
-
-
-@torch.no_grad()
-def vary(model: PreTrainedModel) -> None:
-    """Draw every parameter anew whose values are all equal or not finite: noise around its value."""
-    for parameter in model.parameters():
-        if not parameter.is_floating_point() or parameter.numel() < 2:
-            if parameter.is_floating_point() and not parameter.any():  # a gate that is closed
-                parameter.uniform_(0.3, 0.7)
-            continue
-        if not torch.isfinite(parameter).all():
-            parameter.normal_(0.0, 0.1)
-        elif (parameter == parameter.flatten()[0]).all():
-            # A tiny constant (a layer scale of 1e-5) would close its path as much as a zero does.
-            size = abs(float(parameter.flatten()[0]))
-            parameter.add_(torch.randn_like(parameter), alpha=0.1 if size < 0.1 else 0.1 * size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,16 +19,21 @@ from ullage.core.errors import InputError
 from ullage.mixers.items import alone_form
 from ullage.mixers.kernels import shares_chunks
 from ullage.mixers.proof import is_routed
-from ullage.mixers.trial import Trial, moved, row_of, trial_of
+from ullage.mixers.trial import (
+    Trial,
+    most_tokens,
+    moved,
+    row_of,
+    special_tokens,
+    trial_of,
+    usable_tokens,
+)
 from ullage.mixers.wrappers import bare
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.
 _TARGETS = (5, 4, 2, 6, 3, 4)
 #: Lengths of the longest sequence, of which the first is taken that a model takes.
 _LONGEST = (72, 40, 24, 16)
-#: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
-_MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
-_POSITIONS = re.compile(r"pos|wpe")
 _EXPERTS_BY = "_experts_implementation"
 
 
@@ -81,16 +85,11 @@ class Samples:
         self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
-        self.special = {
-            value
-            for part in (config, text)
-            for name, value in vars(part).items()
-            if name.endswith(("token_id", "token_index")) and isinstance(value, int)
-        }
+        self.special = special_tokens(model)
         #: What sequences have beside text, and why a model that takes images gets none; as :meth:`settle` finds.
         self.images, self.without_images = "", ""
         #: Tokens to draw from, in order.
-        self.usable = torch.tensor([token for token in range(self.vocabulary) if token not in self.special][:1000])
+        self.usable = usable_tokens(model)
 
     @cached_property
     def shares_chunks(self) -> bool:
@@ -210,13 +209,8 @@ class Samples:
 
     def _longest(self) -> int:
         """The longest of some lengths that the model takes: as it tells, for on a GPU a trial would end the process."""
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        limits = [value for name in _MOST if type(value := getattr(text, name, None)) is int and value > 0]
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
-                limits.append(module.num_embeddings)
-        # A table may begin behind the index of padding.
-        lengths = [length for length in _LONGEST if length + 2 <= min(limits, default=length + 2)] or [16]
+        most = most_tokens(self.model)
+        lengths = [length for length in _LONGEST if most is None or length <= most] or [16]
         for length in lengths if self.device.type == "cpu" else ():
             try:
                 self._run_alone(self.draw([length]))

@@ -32,7 +32,6 @@ from ullage.engines.fsdp.checkpoint import gather_weights, load, save
 from ullage.engines.fsdp.optimizer import clip_grad_norm, require_optimizer
 from ullage.engines.fsdp.parallel import Parallel, device_of_rank, hybrid_mesh, mesh_of
 from ullage.engines.fsdp.weights import Source
-from ullage.mixers.ways import ways_of
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 from ullage.ranks import Axis, Topology, together
 from ullage.training.setup.arguments import AUTO
@@ -433,18 +432,9 @@ def _put_attention(model: Any, objective: str) -> None:
         return
     if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
         packed_attention.require_packing(model)
-    elif objective != NEXT_TOKEN:
+    else:
         make_packable(model)
         require_equal_calls(model)
-    else:
-        if model.config._attn_implementation != "ullage":
-            with contextlib.suppress(KeyError, ValueError):  # no hook to put it in: the check says so
-                model.set_attn_implementation("ullage")
-        if ways_of(model).sure.kind == "mixers":
-            make_packable(model)
-            require_equal_calls(model)
-        else:
-            packed_attention.require_packing(model)
 
 
 @torch.no_grad()

@@ -11,25 +11,21 @@ from transformers import PreTrainedModel
 from ullage.attention import packing_problem, require_packing
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
-from ullage.mixers import call_equally_often, is_packed, pack_model, run_towers_always
+from ullage.mixers import call_equally_often, is_packed, run_towers_always
 from ullage.mixers.items import PIXELS, takes_items
-from ullage.mixers.packed_model import forward_of, put_in
+from ullage.mixers.packed_model import forward_of, put_in, ways_of
 from ullage.mixers.towers import features_of, tower_parameters
-from ullage.mixers.ways import Candidates, require_independent_rows, ways_of
+from ullage.mixers.ways import Way, require_independent_rows
 from ullage.ranks.world import gather
 from ullage.training.batches.amounts import items_in
 
-#: Ways in which a model calls each layer once for a row.
-_EQUAL_CALLS = ("native", "mixers")
 
-
-def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool = False) -> Candidates | None:
+def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool = False) -> tuple[Way, ...] | None:
     """Make a bare model keep the sequences of a packed row apart, in place; one that does so already stays as it is.
 
     Args:
         model: bare.
         is_sharded: whether ranks gather its parameters in each call, so that only some ways will do.
-        is_proved: whether its way is proved before the first step: then one that is not certain will do until that.
 
     Returns the ways that it may be packed in; None for one that was packed before, or that is nobody's but the user's.
     Raises ``InputError`` for a transformers model whose sequences compete by design, and for a model of anybody else
@@ -50,15 +46,13 @@ def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool
             )
         require_packing(model)
         return None
-    found = ways_of(model)
+    ways = ways_of(model)
     if "cu_seq_lens_q" in inspect.signature(model.forward).parameters:
-        return found
-    equal = [way for way in found.ways if way.kind in _EQUAL_CALLS]
-    if is_sharded and is_proved and equal:
-        put_in(model, equal[0], is_proved=True)
-    else:
-        pack_model(model)
-    return found
+        return ways
+    # The first step proves it, unless the caller believes what was found.
+    equal = [way for way in ways if way.is_one_row] if is_sharded else []
+    put_in(model, (equal or ways)[0])
+    return ways
 
 
 def require_equal_calls(model: nn.Module) -> None:

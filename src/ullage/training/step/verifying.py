@@ -30,7 +30,7 @@ from ullage.mixers.items import PIXELS
 from ullage.mixers.packed_model import SequencesMeet, first_accepted, forward_of, way_of
 from ullage.mixers.proof import Proof, prove
 from ullage.mixers.trial import Trial, trial_of
-from ullage.mixers.ways import Candidates, Way
+from ullage.mixers.ways import Way
 from ullage.ranks.world import gather, rank_here
 from ullage.training.batches import targets
 from ullage.training.batches.amounts import items_in
@@ -70,19 +70,15 @@ class PackingProof:
 
     def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Any) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self.candidates: Candidates | None = None
+        self.candidates: tuple[Way, ...] | None = None
         self.last: Proof | None = None
         #: What the batches that were proved had: in training, and in an evaluation without one.
         self._seen: frozenset[str] = frozenset()
         self._evaluated: frozenset[str] = frozenset()
 
     def pack(self, model: nn.Module) -> None:
-        """Make a bare model keep packed sequences apart, in a way that is not proved yet where it is not certain."""
-        self.candidates = make_packable(
-            model,
-            is_sharded=self._packer.meets_every_microbatch,
-            is_proved=self._capacity is not None and self._verifies,
-        )
+        """Make a bare model keep packed sequences apart, in a way that the first step proves."""
+        self.candidates = make_packable(model, is_sharded=self._packer.meets_every_microbatch)
 
     def begin_run(self) -> None:
         """Prove the next batch: a run begins, or another model."""
@@ -185,7 +181,7 @@ class PackingProof:
             return meeting.end(mine)
 
         current = way_of(bare_model)
-        ways: Sequence[Way] = (current,) if self.candidates is None or not self._verifies else self.candidates.ways
+        ways: Sequence[Way] = (current,) if self.candidates is None or not self._verifies else self.candidates
         if not is_packed(bare_model):  # it takes the lengths by itself, as it is
             ways = (current, *(way for way in ways if way.kind != "native"))
         if known and current in ways:  # a finer one was refused
@@ -240,9 +236,9 @@ class PackingProof:
         self._tell(way_of(self._reader.model))
 
     def _apart_until_proved(self, apart: bool) -> None:
-        """Have a model with parts of other authors take images by sequence, or in the way that it is packed in."""
+        """Have a model that is not proved yet take images by sequence, or in the way that it is packed in."""
         forward = forward_of(self._reader.model)
-        if forward is not None and self.candidates is not None and not self.candidates.is_certain:
+        if forward is not None and self.candidates is not None:
             forward.runs_items_apart = apart
 
     def _prove(
