@@ -143,7 +143,7 @@ def embedded_inputs(model: nn.Module) -> Iterator[list[Leaf]]:
 
     handles = [
         module.register_forward_hook(functools.partial(taken, path), with_kwargs=True)
-        for path, module in _embeddings(model)
+        for path, module in input_embeddings(model)
     ]
     try:
         with lookups:
@@ -153,7 +153,8 @@ def embedded_inputs(model: nn.Module) -> Iterator[list[Leaf]]:
             handle.remove()
 
 
-def _embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def input_embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What a model embeds tokens by, with its path: all tables but those that a search has found to count."""
     embeddings: list[tuple[str, nn.Module]] = [
         (path, module)
         for path, module in model.named_modules()

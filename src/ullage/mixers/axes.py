@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -145,6 +146,13 @@ class ByCalls:
         self.groups, self.parts = groups, list(parts)
         #: The path of the part, while parts are searched.
         self.maker = ""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Dropout may stand between two parts; anything else would have to know the calls.
+        if function is not F.dropout or not isinstance(args[0], cls):
+            raise NotCuttable(getattr(function, "__name__", str(function)))
+        return cls(args[0].groups, [function(part, *args[1:], **(kwargs or {})) for part in args[0].parts])
 
 
 def run_by_lengths(

@@ -38,7 +38,7 @@ from ullage.attention.interface import CALLS
 from ullage.attention.support import counts_places
 from ullage.attention.support import first_position as first_of
 from ullage.core.layout import Layout
-from ullage.mixers.at_rest import at_rest
+from ullage.mixers.at_rest import at_rest, input_embeddings
 from ullage.mixers.axes import (
     BATCHES,
     ByCalls,
@@ -305,8 +305,6 @@ class Discoverer:
 
     def __init__(self, model: nn.Module, trial: Trial, put_in: Put, take_out: Callable[[nn.Module], None]) -> None:
         self.model, self._put_in, self._take_out = model, put_in, take_out
-        keywords = {name: each for name, each in trial.packed.items() if name not in ("labels", "decoder_input_ids")}
-        self.packed = {name: each for name, each in keywords.items() if name != "shift_labels"}
         self.sides = {SOURCES: [each["input_ids"][0] for each in trial.alone]}
         if trial.target_sizes is not None:
             names = ("decoder_input_ids", "labels")
@@ -318,7 +316,8 @@ class Discoverer:
         taken = inspect.signature(model.forward).parameters
         self._fixed = {"use_cache": False} if "use_cache" in taken else {}
         self._takes_positions = "position_ids" in taken
-        self._pool = torch.cat(self.sides[SOURCES]).unique()
+        # Of its own, so that all ranks draw the same.
+        self._pool, self._random = torch.cat(self.sides[SOURCES]).unique(), torch.Generator().manual_seed(1)
         parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
         self._dtype = torch.float32 if parameter is None else parameter.dtype
         self.limit = limits_of(self._dtype, self.device).outputs
@@ -443,12 +442,12 @@ class Discoverer:
                         output[:, begin : begin + length] = torch.nan
             return output
 
-        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        handle = table.register_forward_hook(spoil)
+        handles = [module.register_forward_hook(spoil) for _, module in input_embeddings(self.model)]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _applied(self, found: Found) -> Iterator[None]:
@@ -488,7 +487,8 @@ class Discoverer:
         return tokens
 
     def _draw(self, number: int, length: int) -> Tensor:
-        return self._pool[torch.randint(len(self._pool), (number, length))].to(self.device)
+        places = torch.randint(len(self._pool), (number, length), generator=self._random)
+        return self._pool[places.to(self.device)]
 
     def _call(self, rows: Mapping[str, Tensor], **more: Any) -> Any:
         named = {"input_ids": rows[SOURCES], **self._fixed, **more}

@@ -11,6 +11,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -233,6 +234,7 @@ def _made_of(model: nn.Module) -> Any:
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     own = vars(module)
     plain = tuple((name, each) for name, each in own.items() if type(each) in _PLAIN and name != "training")
+    plain += tuple((name, each.__code__) for name, each in own.items() if isinstance(each, FunctionType))
     return plain, len(module._forward_hooks), len(module._forward_pre_hooks), type(own.get("forward"))
 
 
@@ -310,11 +312,15 @@ def copy_by_configuration(model: nn.Module, *, layers: int | None = None) -> nn.
 
 
 def _kinds_of(model: nn.Module) -> set[Any]:
-    """The places of a model's modules, whatever the number of the layer, with their classes and hooks."""
-    kinds = set()
+    """The places of a model's modules, whatever the number of the layer, with their classes.
+
+    With their hooks, too, but where parameters are sharded, which takes hooks.
+    """
+    kinds, sharded = set(), is_sharded(model)
     for path, module in model.named_modules():
         kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
-        kinds.add((re.sub(r"\d+", "*", path), kind, len(module._forward_hooks), type(vars(module).get("forward"))))
+        around = (len(module._forward_hooks), type(vars(module).get("forward")))
+        kinds.add((re.sub(r"\d+", "*", path), kind, (0, type(None)) if sharded else around))
     return kinds
 
 
