@@ -115,6 +115,31 @@ def test_what_acts_from_a_late_token_on_or_in_training_alone_is_found():
         assert ways_of(llama(change))[0].paths == ("model.layers.1.mlp",)
 
 
+class Gated(nn.Module):
+    """A part behind a gate that is closed as training begins."""
+
+    def __init__(self, inner, size):
+        super().__init__()
+        self.inner, self.gate = inner, nn.Parameter(torch.zeros(size))
+
+    def forward(self, rows):
+        rows = self.inner(rows)
+        return rows + self.gate * rows.cumsum(1)
+
+
+@pytest.mark.parametrize("size", [(), (WIDTH,)])
+def test_what_a_gate_of_zeros_hides_is_found_and_the_gate_stays_closed(size):
+    model = LlamaForCausalLM(llama_config()).eval()
+    model.model.layers[0].mlp = gated = Gated(model.model.layers[0].mlp, size)
+    (gated.gate * 2).sum().backward()  # a graph that holds it is not disturbed
+    kept, held = (gated.gate * gated.gate).sum(), gated.gate.data_ptr()
+    with pack_model(model) as packed:
+        assert packed.way.paths == ("model.layers.0.mlp",)
+    kept.backward()
+    assert gated.gate.data_ptr() == held
+    assert not gated.gate.any()
+
+
 def test_a_leak_below_the_rounding_of_other_shapes_is_found():
     found = ways_of(llama(lambda _, rows: rows + 1e-6 * rows.mean(1, keepdim=True)))
     assert found[0].paths == ("model.layers.1.mlp",)

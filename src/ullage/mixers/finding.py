@@ -58,7 +58,7 @@ from ullage.mixers.axes import (
 from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
 from ullage.mixers.forwards import Forward
 from ullage.mixers.proof import is_routed, limits_of
-from ullage.mixers.trial import Trial
+from ullage.mixers.trial import Trial, varied
 from ullage.mixers.ways import Found, Way, own_attention, way_of_found
 
 _logger = logging.getLogger(__name__)
@@ -330,7 +330,8 @@ class Discoverer:
                 continue
             each = Found(replaces=replaces, positions=positions)
             try:
-                self._search(each)
+                with varied(self.model):
+                    self._search(each)
             except Exception as error:  # whatever a model raises, this is not its way
                 _logger.debug("%s: %s: %s", type(self.model).__name__, type(error).__name__, error)
                 continue

@@ -227,6 +227,8 @@ class FoundForward(Forward):
         self.found, self.path, self.runs = found, path, path in found.parts
         self.is_causal, self.in_one_call = path in found.padded, False
         self.length_keywords = length_keywords(module) if self.is_causal else ()
+        own = [(is_given, key) for where, is_given, key in found.restarts if where == path]
+        self._keys = {which: {key for is_given, key in own if is_given is which} for which in (True, False)}
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         row = current_row()
@@ -279,7 +281,7 @@ class FoundForward(Forward):
         return arguments, _kept(keywords, self.parameters) | lengths
 
     def _restarted(self, tree: Any, row: PackedRow, *, is_given: bool) -> Any:
-        keys = {key for where, which, key in self.found.restarts if (where, which) == (self.path, is_given)}
+        keys = self._keys[is_given]
         if not keys:
             return tree
         known = self.found.specs[self.path].of(is_given)

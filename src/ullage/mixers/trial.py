@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,16 +156,43 @@ def _drawn(model: nn.Module, least: int, *, has_labels: bool) -> list[dict[str, 
 def vary(model: nn.Module) -> None:
     """Draw every parameter anew whose values are all equal or not finite: noise around its value."""
     for parameter in model.parameters():
-        if not parameter.is_floating_point() or parameter.numel() < 2:
-            if parameter.is_floating_point() and not parameter.any():  # a gate that is closed
-                parameter.uniform_(0.3, 0.7)
-            continue
-        if not torch.isfinite(parameter).all():
-            parameter.normal_(0.0, 0.1)
-        elif (parameter == parameter.flatten()[0]).all():
-            # A tiny constant (a layer scale of 1e-5) would close its path as much as a zero does.
-            size = abs(float(parameter.flatten()[0]))
-            parameter.add_(torch.randn_like(parameter), alpha=0.1 if size < 0.1 else 0.1 * size)
+        other = _drawn_anew(parameter)
+        if other is not None:
+            parameter.copy_(other)
+
+
+@contextmanager
+def varied(model: nn.Module) -> Iterator[None]:
+    """Other values within the block where all of a parameter are equal: a gate of zeros would hide what lies behind.
+
+    The parameters keep their memory, and what a backward has kept of them.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        changed = [(each, each.data, other) for each in model.parameters() if (other := _drawn_anew(each)) is not None]
+    for parameter, _, other in changed:
+        parameter.data = other
+    try:
+        yield
+    finally:
+        for parameter, own, _ in changed:
+            parameter.data = own
+
+
+def _drawn_anew(values: Tensor) -> Tensor | None:
+    """Noise around values that are all equal or not finite; None for others."""
+    if not values.is_floating_point() or not values.numel():
+        return None
+    first = float(values.detach().flatten()[0])
+    if values.numel() == 1:
+        return None if first else torch.empty_like(values).uniform_(0.3, 0.7)  # a gate that is closed
+    if not torch.isfinite(values).all():
+        return torch.empty_like(values).normal_(0.0, 0.1)
+    if not (values == first).all():
+        return None
+    # A tiny constant (a layer scale of 1e-5) would close its path as much as a zero does.
+    size = abs(first)
+    return values + torch.randn_like(values) * (0.1 if size < 0.1 else 0.1 * size)
 
 
 def is_tagging(model: nn.Module) -> bool:
