@@ -249,7 +249,7 @@ def _second_run() -> tuple[Any, Any]:
 def modules_kept(model: nn.Module) -> Iterator[None]:
     """Put modes, plain attributes and buffers of all modules back, and the functions that checkpoint."""
     modules = [(each, _plain(each), dict(each._buffers)) for each in model.modules()]
-    values = {id(each): (each, each.detach().clone(), each._version) for each in model.buffers()}
+    values = {id(each): (each, each.detach().clone()) for each in model.buffers()}
     try:
         yield
     finally:
@@ -259,8 +259,8 @@ def modules_kept(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value, version in values.values():
-                if buffer._version != version:  # a graph that was made before may hold it
+            for buffer, value in values.values():
+                if not torch.equal(buffer, value):  # else a graph that holds it would be disturbed
                     buffer.copy_(value)
 
 

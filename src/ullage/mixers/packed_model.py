@@ -187,9 +187,9 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | Litera
     is_double = any(each.dtype == torch.float64 for each in model.parameters())
 
     def problem() -> str | None:
-        modes = (True,) if verify is not None else (False, True)
-        for training in modes:
-            options: dict[str, Any] = {"training": training, "parameters": not training and not is_double}
+        for training in (False, True):
+            options: dict[str, Any] = {"training": training, "backward": training or verify is None}
+            options["parameters"] = not training and verify is None and not is_double
             found = problem_of(lambda: prove(model, trial, **options))  # noqa: B023
             # Some models take other fields in training, which nobody has drawn.
             if found is not None and not (verify is None and training and FAILS_ALONE in found):
