@@ -20,7 +20,7 @@ BUDGET = {
     "datasets": 2250,
     "engines": 4450,
     "exchange": 2200,
-    "mixers": 5550,
+    "mixers": 5600,
     "models": 3550,
     "planning": 4300,
     "proofs": 1150,
