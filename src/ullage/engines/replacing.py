@@ -52,7 +52,7 @@ class Replacements:
         """
         if value is original:
             return
-        for full_name, module in list(sys.modules.items()):
+        for full_name, module in sys.modules.copy().items():  # at once: another thread may be importing
             if not isinstance(module, ModuleType) or (package and not f"{full_name}.".startswith(f"{package}.")):
                 continue
             for name in [name for name, held in list(vars(module).items()) if held is original]:
