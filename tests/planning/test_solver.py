@@ -304,3 +304,17 @@ def test_without_compiled_code_plans_are_the_same(without: str) -> None:
     options: list[dict[str, Any]] = [{"ranks": 32, "capacity": 4096}, *[{"ranks": 4, "capacity": 512}] * 5]
     compile_all()
     assert digests == [ullage.plan(each, **how).digest for each, how in zip(lengths, options, strict=True)]
+
+
+@pytest.mark.regression
+def test_kernels_leave_standard_output_where_it_is():
+    """numba's messages in colour put the stream back that was there first, closed or not, in whatever thread."""
+    pytest.importorskip("numba", reason="the kernels are Python's then")
+    code = (
+        "import os, sys, io\nfrom ullage.planning.solver import compiled\nassert compiled._compiles()\n"
+        "import numba\nfrom numba.core import errors\nfirst = sys.stdout\nsys.stdout = io.StringIO()\n"
+        "try: numba.njit(lambda: undefined)()\nexcept errors.TypingError as error: str(error)\n"
+        "first.write(f'{type(sys.stdout).__name__} {hasattr(errors, \"ColorShell\")} {compiled._PLAIN in os.environ}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "StringIO False False", done.stderr[-2000:]

@@ -35,6 +35,8 @@ from ullage.core.extras import install_command
 
 _LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+#: By which numba leaves its messages without colours, read as it is loaded.
+_PLAIN = "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"
 
 #: Work, in microseconds of plain Python, of the largest problem for which no kernel is compiled (numba and the kernels
 #: take 100 MB, which a training process with steps of a hundred sequences has better uses for), and of the largest
@@ -129,8 +131,15 @@ def _compiles() -> bool:
     """Whether numba is there and compiles."""
     if not _is_installed():
         return False
-    import numba
-
+    # numba would colour its messages: it puts another stream in the place of sys.stdout, and then the first one that it
+    # saw back, in this thread or that of the kernels, whatever stands there by then.
+    is_ours = _PLAIN not in os.environ
+    os.environ.setdefault(_PLAIN, "1")
+    try:
+        import numba
+    finally:
+        if is_ours:
+            os.environ.pop(_PLAIN, None)
     settings: Any = numba.config  # pyright: ignore[reportPrivateImportUsage]
     return not settings.DISABLE_JIT
 
