@@ -53,7 +53,7 @@ QUICK_TESTS = (
 )
 #: Types that ``make compat`` packs, one or more for every way and every family of forwards in ``ullage.mixers``.
 QUICK_TYPES = {
-    "causal": "llama bloom openai-gpt gptj mamba2 lfm2 roformer bart cpmant",
+    "causal": "llama bloom openai-gpt gptj mamba2 lfm2 roformer bart bigbird_pegasus",
     "seq2seq": "t5 bart led",
     "image": "llava qwen2_5_vl mllama",
     "recurrent": "lstm",

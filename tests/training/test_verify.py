@@ -174,8 +174,11 @@ def test_an_engine_trains_with_the_proof_as_without_it_to_the_last_bit(engine, t
         assert len(proved["losses"]) == verify_script.STEPS
         assert proved["losses"] == plain["losses"]
         assert proved["weights"] == plain["weights"]
-        assert "first in model.layers.1.mlp (Meeting)" in refused["error"]
-        assert "packing_verify=False" in refused["error"]
+        if engine in ("zero3", "fsdp"):  # of the ways that are left none makes equally many calls
+            assert "where its parameters are sharded" in refused["error"]
+        else:
+            assert "first in model.layers.1.mlp (Meeting)" in refused["error"]
+            assert "packing_verify=False" in refused["error"]
     assert any("packing proved on 4 sequences" in each for each in ranks[0][0]["said"])
 
 

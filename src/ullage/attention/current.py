@@ -47,7 +47,8 @@ class LengthsInForce(Protocol):
 
 
 _ROW: ContextVar[Any] = ContextVar("ullage_packed_row", default=None)
-#: How many rows are in force, in whatever thread: a compiled graph can read a number, and no context variable.
+#: How many rows of found parts are in force, in whatever thread: a compiled graph can read a number, and no context
+#: variable.
 IN_FORCE = [0]
 
 
@@ -59,10 +60,10 @@ def current_row() -> Any:
 @contextmanager
 def row_in_force(row: Any) -> Iterator[None]:
     """Put a row in force within the block; None for none."""
-    token = _ROW.set(row)
-    IN_FORCE[0] += row is not None
+    token, number = _ROW.set(row), int(row is not None and row.is_found)
+    IN_FORCE[0] += number
     try:
         yield
     finally:
-        IN_FORCE[0] -= row is not None
+        IN_FORCE[0] -= number
         _ROW.reset(token)
