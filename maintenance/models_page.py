@@ -39,7 +39,7 @@ _TITLES = {
     RECURRENT: "Recurrent models of ullage",
 }
 #: Ways of keeping sequences apart, the finest first.
-_WAYS = ("native", "mixers", "backbone", "whole")
+_WAYS = ("native", "mixers", "whole")
 _HEAD = """# Models that pack, and how that is proved
 
 Made on {today} by `make models`, with {versions}, on the CPU in float32.
@@ -50,8 +50,7 @@ Each type is built tiny, with random weights, packed by `ullage.pack_model`, and
 type takes clips beside images.
 
 *Way*: **native**, the model or its attention reads the lengths; **mixers**, its convolutions, scans and states run by
-lengths, and so does its attention where it does not read them; **backbone** or **whole**, the backbone or all of the
-model runs by lengths.
+lengths, and so does its attention where it does not read them; **whole**, all of the model runs by lengths.
 *Difference*: the larger of that of logits and that of gradients, relative to the largest number.
 """
 

@@ -218,7 +218,7 @@ def test_what_no_way_keeps_apart_is_refused_but_where_it_is_believed():
     with pytest.raises(SequencesMeet, match=r"model\.layers\.1\.mlp \(Meeting\)"):
         pack_model(model)
     with pack_model(model, verify=False) as packed:
-        assert packed.way.kind == "backbone"
+        assert packed.way.kind == "whole"
 
 
 def test_dropout_may_stand_between_two_parts():

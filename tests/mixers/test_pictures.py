@@ -83,7 +83,7 @@ def test_each_sequence_gets_what_it_gets_alone(model_type):
     assert any("vision" in name or "visual" in name for name in expected)
     with pack_model(model) as packed:
         assert (packed.way.kind, packed.way.items) == TYPES[model_type]
-        assert packing_problem(model) is None or packed.way.kind in ("backbone", "mixers")
+        assert packing_problem(model) is None or packed.way.kind in ("whole", "mixers")
         outputs = model(**row_of(samples))
         require_near(outputs.logits[0], logits, 1e-10)
         require_near(outputs.loss, loss, 1e-6)  # which transformers computes in float32

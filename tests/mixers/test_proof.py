@@ -107,7 +107,7 @@ def test_models_that_keep_sequences_apart_are_proved(name):
     assert found.passed, found.problem()
     assert {each.kind for each in found.differences} == {"outputs", "gradients", "loss"}
     assert not found.weak
-    assert found.tokens <= 2 * sum(found.lengths) + min(found.lengths)
+    assert found.tokens <= 3 * sum(found.lengths) + min(found.lengths)
     assert found.left_out == (["the balance of experts, a mean over all tokens"] if name == "experts" else [])
 
 
@@ -260,7 +260,7 @@ def test_without_a_way_the_first_module_is_named():
     model = llama()
     verify_script.put_meeting(model)
     place = r"model\.layers\.1\.mlp \(Meeting\)"
-    with pytest.raises(SequencesMeet, match=rf"first in {place}; .*whole by lengths: in the same module"):
+    with pytest.raises(SequencesMeet, match=rf"whole by lengths: .*, first in {place}"):
         pack_model(model, verify=causal())
     assert not ullage.mixers.is_packed(model)
 

@@ -83,8 +83,8 @@ def test_images_that_meet_train_as_each_sequence_alone_from_whatever_step_they_c
 ):
     found = picture_leaks.run(kind, leak, first, tmp_path, packing_capacity=capacity)
     assert picture_leaks.off(found, kind, leak, first) < 1e-6, found
-    assert found["ways"][-1] == "backbone by lengths, images by sequences"
-    assert found["ways"][0].startswith("native" if first == "text" else "backbone")
+    assert found["ways"][-1] == "whole by lengths, images by sequences"
+    assert found["ways"][0].startswith("native" if first == "text" else "whole")
 
 
 @pytest.mark.slow

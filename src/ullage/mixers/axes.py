@@ -23,7 +23,8 @@ from ullage.attention.packed_call import DeferredMask, described_mask
 from ullage.mixers.by_lengths import SOURCES, TARGETS, Groups, PackedRow
 
 #: Two batches: sequences, tokens of each source and of each target. All ratios are different.
-BATCHES = ((2, {SOURCES: 11, TARGETS: 7}), (3, {SOURCES: 13, TARGETS: 5}))
+Batches = Sequence[tuple[int, Mapping[str, int]]]
+BATCHES: Batches = ((2, {SOURCES: 11, TARGETS: 7}), (3, {SOURCES: 13, TARGETS: 5}))
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Spec:
         return self.given if is_given else self.made
 
 
-def axes_of(first: Sequence[int], second: Sequence[int]) -> Axes:
-    """The axes of a value from its sizes in the two batches.
+def axes_of(first: Sequence[int], second: Sequence[int], batches: Batches = BATCHES) -> Axes:
+    """The axes of a value from its sizes in two batches.
 
     >>> axes_of((2, 11, 8), (3, 13, 8))
     Axes(tokens=((1, 'sources'),), batch=0, is_odd=False)
     """
     if len(first) != len(second):
         return Axes(is_odd=True)
-    (number, lengths), (other_number, other_lengths) = BATCHES
+    (number, lengths), (other_number, other_lengths) = batches
     tokens, batch = [], None
     for dim, (size, other) in enumerate(zip(first, second)):
         if size == other:
@@ -473,8 +474,8 @@ def _sizes_of(tree: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def specs_of(model: nn.Module, calls: Sequence[Callable[[], Any]]) -> dict[str, Spec]:
-    """The spec of each module by path, from two calls with the batches of :data:`BATCHES`."""
+def specs_of(model: nn.Module, calls: Sequence[Callable[[], Any]], batches: Batches = BATCHES) -> dict[str, Spec]:
+    """The spec of each module by path, from two calls with two batches."""
     seen = []
     for call in calls:
         sizes = _Sizes(model)
@@ -486,7 +487,7 @@ def specs_of(model: nn.Module, calls: Sequence[Callable[[], Any]]) -> dict[str, 
         second = seen[1].get((path, number, is_given), {})
         known = specs[path].of(is_given)
         for key, sizes in first.items():
-            axes = axes_of(sizes, second.get(key, ()))
+            axes = axes_of(sizes, second.get(key, ()), batches)
             known[key] = axes if known.get(key, axes) == axes else Axes(is_odd=True)
     return specs
 

@@ -60,8 +60,6 @@ class PackedRow:
         self.sources, self.targets, self.device = sources, targets, device
         #: Whether a part of the model has run by lengths.
         self.is_served = False
-        #: Whether the caller gave positions that no model counts by itself.
-        self.has_own_positions = False
         #: This rank's slice of the row, where ranks share it; the layout is that of the whole row.
         self.slices: Slices | None = None
         #: The fields by item of the sequences, if they have any.

@@ -109,7 +109,7 @@ class Search(Watch):
         self._known = set(found.restarts)
         #: Of the calls in progress: whether what they took was right, and a copy of it.
         self._right: list[tuple[bool, Any]] = []
-        self._hopeless: set[str] = set()
+        self.hopeless: list[str] = []
         self._running: PackedRow | None = None
 
     @contextmanager
@@ -186,7 +186,7 @@ class Search(Watch):
                 return output
         if not path:
             self.found.add("")
-        if not path or path in self._hopeless:
+        if not path or path in self.hopeless:
             if isinstance(output, _Failed):
                 raise output.error
             return output
@@ -195,7 +195,7 @@ class Search(Watch):
         if parted is None:  # the sequences of one call may meet in it
             parted, is_single = self._parted(path, number, copied, shared, kind="apart"), True
         if parted is None:
-            self._hopeless.add(path)
+            self.hopeless.append(path)
             if isinstance(output, _Failed):
                 raise output.error
             return output
@@ -321,6 +321,8 @@ class Discoverer:
         parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
         self._dtype = torch.float32 if parameter is None else parameter.dtype
         self.limit = limits_of(self._dtype, self.device).outputs
+        #: The first part whose sequences meet however it is called, with its class; empty if there was none.
+        self.cause = ""
 
     def run(self) -> list[Found]:
         """What may be told the lengths, the finest first: each to be proved, and none where no run succeeds."""
@@ -380,6 +382,8 @@ class Discoverer:
                 with self._applied(found), search.watching():
                     self._call_packed(self.sides)
                 found.sides |= search.sides
+                if search.hopeless and not self.cause:
+                    self.cause = f"{search.hopeless[0]} ({type(self.model.get_submodule(search.hopeless[0])).__name__})"
                 if found.replaces and CALLS[0] == calls:
                     raise LookupError("it calls no other attention")
                 if "" not in found.parts:

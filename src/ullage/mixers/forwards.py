@@ -31,9 +31,7 @@ from ullage.mixers.by_lengths import (
     TARGET_LENGTH_NAMES,
     TARGETS,
     PackedRow,
-    call_by_lengths,
     call_whole,
-    join_outputs,
     labels_by_sequence,
     require_cuttable,
     require_one_loss,
@@ -182,22 +180,6 @@ class RowForward(Forward):
     def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:
         """What the part gives for a row; ``named``: the arguments of the call."""
         raise NotImplementedError
-
-
-class BackboneForward(RowForward):
-    """The forward of a backbone that runs by lengths, of which nothing finer is known: its own in any other call."""
-
-    @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def _run_packed(self, row: PackedRow, named: dict[str, Any]) -> Any:
-        kept = _kept(named, self.parameters)
-        if not row.has_own_positions and kept.get("position_ids") is not None:
-            # A head that counts positions by itself has counted through the row.
-            kept["position_ids"] = None
-        row.is_served = True
-        # Within, the sequences are rows of a batch.
-        with row_in_force(None):
-            outputs = call_by_lengths(self.own, row.alike, (), kept, items=row.items)
-            return join_outputs(outputs, row.alike)
 
 
 def _kept(named: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,7 +401,6 @@ class ModelForward(Forward):
         is_usual = positions is None or (row.slices is None and _are_usual(positions, row.sources))
         if not is_usual and "position_ids" not in taken:
             raise self._counts_by_itself()
-        row.has_own_positions = not is_usual
         if found is not None and not found.positions:
             if not is_usual:
                 raise self._counts_by_itself()
@@ -481,7 +462,7 @@ class ModelForward(Forward):
     @property
     def cuts_rows(self) -> bool:
         """Whether the lengths of a packed call end here, and what attention there is gets sequences as rows."""
-        return not self.is_off and self.way.kind in ("backbone", "whole")
+        return not self.is_off and self.way.kind == "whole"
 
     @property
     def runs_whole(self) -> bool:

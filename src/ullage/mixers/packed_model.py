@@ -27,7 +27,7 @@ from ullage.attention.support import PADDING_FREE, configs_of, names_lengths, re
 from ullage.core.errors import InputError
 from ullage.mixers.by_lengths import SIDES
 from ullage.mixers.finding import Discoverer
-from ullage.mixers.forwards import BackboneForward, CheckpointedRow, Forward, FoundForward, ModelForward
+from ullage.mixers.forwards import CheckpointedRow, Forward, FoundForward, ModelForward
 from ullage.mixers.items import takes_items
 from ullage.mixers.projected import ProjectedForward, is_projected
 from ullage.mixers.proof import FAILS_ALONE, Proof, prove
@@ -35,13 +35,13 @@ from ullage.mixers.towers import FeaturesForward, smallest_item, tower_forwards
 from ullage.mixers.trial import Trial, drawn_samples, trial_of, vary
 from ullage.mixers.ways import (
     Way,
-    coarse_ways,
     is_attention_put_in,
     native_way,
     put_in_attention,
     require_independent_rows,
     take_out_attention,
     way_of_found,
+    whole_way,
 )
 from ullage.mixers.wrappers import bare, refuse_learned_prompt
 
@@ -248,7 +248,7 @@ def drawn_trial(model: nn.Module) -> Trial | None:
 
 
 def _searched(model: nn.Module) -> tuple[Way, ...]:
-    coarse = coarse_ways(model)
+    coarse = (whole_way(model),)
     own = (native_way(model),) if names_lengths(model) else ()
     # A head of transformers for whole sequences would find one in the row.
     if spans_sequences(model) and package_of_forward(model) != "ullage":
@@ -259,7 +259,9 @@ def _searched(model: nn.Module) -> tuple[Way, ...]:
     trial = None if runs is None else drawn_trial(runs)
     if runs is None or trial is None:
         return (*own, *coarse)
-    found = [way_of_found(model, each) for each in Discoverer(runs, trial, put_in, take_out).run()]
+    discoverer = Discoverer(runs, trial, put_in, take_out)
+    found = [way_of_found(model, each) for each in discoverer.run()]
+    coarse = (whole_way(model, discoverer.cause),)
     if any(way.is_as_it_is for way in found) and _is_handed_lengths(runs, trial):
         own, found = (native_way(model),), [way for way in found if not way.is_as_it_is]
     # Rotary frequencies that change with the longest sequence of a row are those of each sequence in no part of it.
@@ -428,6 +430,8 @@ def first_accepted(
             put_in(model, way)
         current = way
         problem = problem_of()
+        if problem is not None and way.cause:
+            problem = f"{problem}, first in {way.cause}"
         if problem is None:
             for each, reason in refused:
                 _logger.info("%s is not packed %s: %s", type(model).__name__, _adverb(each), reason)
@@ -485,8 +489,6 @@ def put_in(model: nn.Module, way: Way) -> None:
         remember_packable(model)
     if not way.needs_forward:
         return
-    for path in filter(None, way.paths):
-        BackboneForward(model.get_submodule(path)).put_in()
     if way.items == "row":
         for forward in tower_forwards(model):
             forward.put_in()

@@ -4,7 +4,8 @@ A few sequences run one by one, as the model takes them without packing, and onc
 backward, with the model at rest (:mod:`ullage.mixers.at_rest`). Three things are compared: every output by token or by
 sequence; the loss; and the gradients of the outputs, weighed by numbers that are always the same, and of the loss, with
 respect to what the model embeds. Gradients are added up by id, so nothing has to be known of the calls that a way makes
-of a row.
+of a row. Then the row runs with other tokens in every second sequence: nothing of the others may change, in outputs or
+gradients, by more than the last digits, which finds what is smaller than the differences of other shapes.
 
 How large a difference may be (:func:`limits_of`): products of other shapes are added up in another order, which changes
 the last digits of a result, and every layer adds its own. Differences are relative to the largest number compared.
@@ -32,19 +33,23 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ullage.core.columns import is_media
 from ullage.core.display import quantity
 from ullage.core.errors import InputError, first_line, listed
-from ullage.mixers.at_rest import at_rest
-from ullage.mixers.trial import CallOutcome, Trial, TrialRun
+from ullage.core.layout import Layout
+from ullage.mixers.at_rest import Leaf, at_rest
+from ullage.mixers.axes import Digest, Recorder, specs_of
+from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
+from ullage.mixers.forwards import Forward
+from ullage.mixers.trial import CallOutcome, Trial, TrialRun, with_other_tokens
 from ullage.mixers.ways import own_attention
 
 #: How the problem of a model begins that does not run a sequence, packed or not.
@@ -171,9 +176,9 @@ def prove(
         in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
             not differentiated: a sequence without labels has no gradient of it, on one rank and not on another.
 
-    Runs twice the row's tokens and those of its shortest sequence, forward and backward. Where something differs, the
-    row runs again, and once more all of it. Trials of as many sequences make as many calls. Raises what the model
-    raises.
+    Runs three times the row's tokens and those of its shortest sequence, forward and backward; once more where nobody
+    knows what the loss is a mean of. Where something differs, the row runs again, and once more all of it. Trials of as
+    many sequences make as many calls. Raises what the model raises.
     """
     begun = time.perf_counter()
     call = model if call is None else call
@@ -191,21 +196,35 @@ def prove(
             # What has no entry for each token or sequence would count in the gradients of one side alone.
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
+        before = packed
+        if trial.counts is None and packed.loss is not None and run.with_loss:
+            run.has_any_loss = True  # whatever it is a mean of, it is the same mean
+            before = run.packed(alone)
+        after = run.packed(alone, with_other_tokens(model, trial))
+        run.has_any_loss = False
         limits = limits_of(dtype or precision.dtype, _device(model))
-        proof.tokens = 2 * sum(sizes) + sizes[shortest]
+        proof.tokens = 3 * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
-        proof.differences = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
+
+        def compared() -> list[TrialDifference]:
+            found = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
+            return found if proof.weak or has_ties else [*found, *_reaching(before, after, trial, limits, rounding)]
+
+        # Sums of the same shape are added up in the same order, but for products of experts and for what a GPU does.
+        is_exact = not is_routed(model) and _device(model).type == "cpu"
+        rounding = max(16 * torch.finfo(dtype or precision.dtype or torch.float32).eps, 1e-9) if is_exact else inf
+        proof.differences = compared()
         if agree(not proof.passed):
             # One sequence may have been the same twice by chance.
             repeated = run.packed(alone)
             proof.tokens += sum(sizes)
             if not proof.passed and not proof.weak:
                 limits = _settle(proof, limits, _difference_of_repeats(packed, repeated))
-                proof.differences = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
+                proof.differences = compared()
             # Where only gradients differ, no module's output does.
             if agree(any(not each.passed for each in proof.differences if each.kind != "gradients")):
-                proof.module = first_module(run, limits.outputs / 4)
+                proof.module = _first_module(model, trial, call, limits.outputs / 4)
                 proof.tokens += 2 * sum(sizes)
     proof.seconds = time.perf_counter() - begun
     return proof
@@ -440,146 +459,93 @@ def _join_items(
     return whole, wanted
 
 
-# The first module of a model in which a packed row differs from its sequences alone.
-#
-# All modules are watched while the sequences run once more, alone and as a row. Of what goes in and comes out only one
-# number per token is kept, weighed by numbers that are always the same, so the memory is small. A module whose input is
-# what it should be, and whose output is not, holds the cause; modules end from the inside out, so the innermost is
-# found.
+# Other tokens in every second sequence: nothing of the others may change, which finds what is smaller than the
+# roundings of other shapes.
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a module: numbers [n, L] per token of its input and of its output; None where there is no token."""
-
-    path: str
-    given: Tensor | None = None
-    made: Tensor | None = None
-
-
-def first_module(run: TrialRun, limit: float) -> str | None:
-    """The path and class of the first module whose output differs and whose input does not; None if none does.
-
-    ``run``: the calls, of a model at rest. ``limit``: of the relative difference.
-    """
-    model, trial = run.model, run.trial
-    outcomes: list[CallOutcome] = []
-    alone: list[dict[str, list[_Call]]] = []
-    with own_attention(model):
-        for place in range(len(trial.alone)):
-            with _watch(model) as calls:
-                outcomes.append(run.alone(place))
-            by_path: dict[str, list[_Call]] = {}
-            for call in calls:
-                by_path.setdefault(call.path, []).append(call)
-            alone.append(by_path)
-    with _watch(model) as calls:
-        run.packed(outcomes)
-    counted: dict[tuple[str, Any], int] = {}
-    # Calls are in the order in which they ended, so the innermost comes first.
-    for call in calls:
-        shape = None if call.made is None else call.made.shape
-        number = counted[call.path, shape] = counted.get((call.path, shape), -1) + 1
-        compared = _Compared(trial, alone, call, number, limit)
-        if compared.differs("made") and not compared.differs("given"):
-            kind = type(model.get_submodule(call.path)).__name__
-            return f"{call.path or 'the forward of the model itself'} ({kind})"
-    return None
+def _reaching(
+    before: CallOutcome, after: CallOutcome, trial: Trial, limits: Limits, limit: float
+) -> Iterator[TrialDifference]:
+    """What other tokens in every second sequence change of the others: of their outputs, and of their gradients."""
+    kept = range(0, len(trial.sizes), 2)
+    for name in before.outputs.keys() & after.outputs.keys():
+        both = ([outcome.outputs[name][place] for place in kept] for outcome in (after, before))
+        value = largest(*both) if isfinite(_most(before.outputs[name])) else 0.0
+        yield TrialDifference("outputs", f"{name}, as tokens of others change,", value, min(limit, limits.outputs))
+    # Of what tokens look up; a table of distances serves the other sequences too.
+    tokens = _changed_tables(before.leaves, after.leaves)
+    most = max((_most([each]) for each in before.gradients if each is not None), default=0.0)
+    worst: dict[str, float] = dict.fromkeys(tokens, 0.0)
+    for ours, other, first, second in zip(before.leaves, after.leaves, before.gradients, after.gradients):
+        same = _rows_kept(ours.ids, other.ids, trial) if ours.name in tokens else None
+        if first is None or second is None or same is None or not isfinite(_most([first])):
+            continue
+        scale = max(_most([first]), 1e-3 * most, 1e-30)
+        value = _most([second[same].double() - first[same].double()]) / scale
+        worst[ours.name] = max(worst[ours.name], value if isfinite(value) else inf)
+    for name, value in worst.items():
+        told = f"gradients at {name}, as tokens of others change,"
+        yield TrialDifference("gradients", told, value, min(limit, limits.gradients))
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """One call of a row beside the calls of each sequence alone.
-
-    Attributes:
-        trial: the sizes of the sequences.
-        alone: for each sequence, the calls of each module by path.
-        call: of the row.
-        number: which call of this module, of its shape.
-        limit: of the relative difference.
-    """
-
-    trial: Trial
-    alone: Sequence[Mapping[str, list[_Call]]]
-    call: _Call
-    number: int
-    limit: float
-
-    def differs(self, name: str) -> bool:
-        """Whether what the call took or gave is not that of each sequence alone; False where that is not known."""
-        value = getattr(self.call, name)
-        for sizes in (self.trial.sizes, self.trial.target_sizes):
-            members = None if sizes is None or value is None else _members(value, sizes)
-            if members is None or sizes is None:
-                continue
-            known = [self._of_call(place, name, sizes[place]) for place in members]
-            expected = [each.flatten() for each in known if each is not None]
-            if isinstance(value, Tensor) and len(expected) == len(known):
-                wanted = torch.cat(expected)
-                difference, scale = float((value.flatten() - wanted).abs().max()), float(wanted.abs().max())
-                return isfinite(scale) and not (isfinite(difference) and difference <= self.limit * max(scale, 1e-30))
-        return False
-
-    def _of_call(self, place: int, name: str, size: int) -> Tensor | None:
-        values = [getattr(each, name) for each in self.alone[place].get(self.call.path, ())]
-        alike = [value for value in values if value is not None and tuple(value.shape) == (1, size)]
-        return alike[self.number] if self.number < len(alike) else None
+def _changed_tables(before: Sequence[Leaf], after: Sequence[Leaf]) -> set[str]:
+    """The embeddings in which other ids are looked up; none where they are called otherwise."""
+    pairs = [(ours.name, ours.ids, other.ids) for ours, other in zip(before, after)]
+    known = [(name, first, second) for name, first, second in pairs if first is not None and second is not None]
+    if len(before) != len(after) or any(first.shape != second.shape for _, first, second in known):
+        return set()
+    return {name for name, first, second in known if not torch.equal(first, second)}
 
 
-def _members(value: Tensor, sizes: Sequence[int]) -> list[int] | None:
-    """The sequences that numbers [n, L] belong to, in order; None if that is not known.
-
-    For sequences of 3, 5 and 3 tokens, numbers [1, 11] belong to the row, so to 0, 1 and 2, and [2, 3] to 0 and 2.
-    """
-    if tuple(value.shape) == (1, sum(sizes)):
-        return list(range(len(sizes)))
-    alike = [place for place, size in enumerate(sizes) if size == value.shape[1]]
-    return alike if len(alike) == value.shape[0] else None
-
-
-@contextmanager
-def _watch(model: nn.Module) -> Iterator[list[_Call]]:
-    """Watch all modules; gives their calls in the order in which they ended."""
-    calls: list[_Call] = []
-    open_calls: list[_Call] = []
-
-    def began(path: str, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-        open_calls.append(_Call(path, _by_token((*given, *named.values()))))
-
-    def ended(path: str, module: nn.Module, given: Any, output: Any) -> None:
-        call = open_calls.pop()
-        call.made = _by_token(output)
-        calls.append(call)
-
-    handles = []
-    for path, each in model.named_modules():
-        handles.append(each.register_forward_pre_hook(functools.partial(began, path), with_kwargs=True))
-        handles.append(each.register_forward_hook(functools.partial(ended, path)))
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _by_token(values: Any) -> Tensor | None:
-    """One number for each token of the first tensor among values, [n, L, ...] or [T, d] as of a row; None without one.
-
-    Weighed by cos(place²), so that values that change places make another number.
-    """
-    value = _first_tensor(values)
-    if value is None:
+def _rows_kept(before: Tensor | None, after: Tensor | None, trial: Trial) -> Tensor | None:
+    """Which ids [n, L] of an embedding's call are of the sequences that stay; None where nobody knows."""
+    if before is None or after is None or before.ndim != 2:
         return None
-    value = value.detach()
-    flat = (value if value.ndim > 2 else value[None]).flatten(2).double()
-    place = torch.arange(1, flat.shape[2] + 1, device=flat.device, dtype=flat.dtype)
-    return flat @ torch.cos(place * place)
+    for sizes in (trial.sizes, trial.target_sizes):
+        if sizes is not None and sorted(before.shape) == [1, sum(sizes)]:
+            number = torch.tensor([place % 2 for place, size in enumerate(sizes) for _ in range(size)])
+            return (number == 0).view(before.shape).to(before.device)
+    return torch.full_like(before, torch.equal(before, after), dtype=torch.bool)  # a call of some of the sequences
 
 
-def _first_tensor(output: Any) -> Tensor | None:
-    parts = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
-    )
-    return next(
-        (each for each in parts if isinstance(each, Tensor) and each.ndim > 1 and each.is_floating_point()), None
-    )
+# The first module of a model in which a packed row differs from its sequences alone.
+
+
+def _first_module(model: nn.Module, trial: Trial, call: nn.Module, limit: float) -> str | None:
+    """The path and class of the innermost module whose output differs and whose input does not; None without one.
+
+    What lies within modules that run by lengths gets sequences, not the row, and is not looked at. ``limit``: of the
+    relative difference.
+    """
+    forwards = {path: vars(each).get("forward") for path, each in model.named_modules()}
+    if getattr(forwards[""], "runs_whole", False):
+        return None
+    without = [path for path, each in forwards.items() if path and isinstance(each, Forward)]
+    run = TrialRun(model, trial, call=call, backward=False)
+    targets, device = trial.target_sizes, _device(model)
+    ends = [int(np.argmin(trial.sizes)), int(np.argmax(trial.sizes))]
+    sizes = [{SOURCES: trial.sizes[k]} | ({} if targets is None else {TARGETS: targets[k]}) for k in ends]
+    with own_attention(model):
+        specs = specs_of(model, [functools.partial(run.alone, k) for k in ends], [(1, each) for each in sizes])
+        expected: list[Mapping[Any, Digest]] = []
+        outcomes: list[CallOutcome] = []
+        for k, size in enumerate(trial.sizes):
+            one = PackedRow(Layout([size]), None if targets is None else Layout([targets[k]]), device)
+            recorder = Recorder(model, specs, one)
+            with recorder.watching():
+                outcomes.append(run.alone(k))
+            expected += recorder.of_sequence
+    row = PackedRow(Layout(trial.sizes), None if targets is None else Layout(targets), device)
+    recorder = Recorder(model, specs, row, without)
+    with recorder.watching():
+        run.packed(outcomes)
+    for path, number in recorder.ended:
+        differs = {True: False, False: False}
+        for found, known in zip(recorder.of_sequence, expected):
+            for key, digest in found.items():
+                if key[:2] == (path, number) and key in known and not digest.is_exact:
+                    differs[key[2]] |= not digest.equals(known[key], limit)
+        if differs[False] and not differs[True]:
+            kind = type(model.get_submodule(path)).__name__
+            return f"{path or 'the forward of the model itself'} ({kind})"
+    return None

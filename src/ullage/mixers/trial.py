@@ -274,6 +274,30 @@ def _with_gaps(rows: Layout, there: Sequence[int], number: int) -> Layout:
     return UnequalRows(counts, dims)
 
 
+def with_other_tokens(model: nn.Module, trial: Trial) -> dict[str, Any]:
+    """The keywords of a trial's row with other tokens in every second sequence; those with a meaning stay."""
+    keywords, special = dict(trial.packed), torch.tensor([IGNORED_LABEL, *special_tokens(model)])
+    random = torch.Generator().manual_seed(2)
+    fields = {"input_ids": trial.sizes, "decoder_input_ids": trial.target_sizes, "labels": trial.target_sizes}
+    for name, sizes in fields.items():
+        value = keywords.get(name)
+        if sizes is None or not isinstance(value, Tensor) or value.is_floating_point():
+            continue
+        is_row = not value.is_nested and tuple(value.shape) == (1, sum(sizes))
+        rows = list(value.unbind()) if value.is_nested else list(value[0].split(list(sizes))) if is_row else []
+        if len(rows) != len(sizes):
+            continue
+        tokens = torch.cat(rows).cpu()
+        pool = tokens[~torch.isin(tokens, special)].unique()
+        for place, row in enumerate(rows):
+            if place % 2 and len(pool):
+                drawn = pool[torch.randint(len(pool), (len(row),), generator=random)].to(row)
+                rows[place] = torch.where(torch.isin(row, special.to(row)), row, drawn)
+        joined = torch.nested.nested_tensor(rows, layout=torch.jagged) if value.is_nested else torch.cat(rows)[None]
+        keywords[name] = joined
+    return keywords
+
+
 def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:
     """The fields of a sample that are targets of an encoder-decoder; none of any other model."""
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -361,6 +385,8 @@ class TrialRun:
         self.only: frozenset[str] | None = None
         #: Whether the loss is differentiated too, where it is known what it is a mean of.
         self.with_loss = True
+        #: Whether that of a row is, too, where it is not known what it is a mean of.
+        self.has_any_loss = False
         #: Parameters whose gradients are wanted beside those of what is embedded.
         self.parameters: list[Tensor] = []
         taken = inspect.signature(model.forward).parameters
@@ -382,10 +408,13 @@ class TrialRun:
             gradients = self._gradients(named, [place], leaves, (loss, count))
         return CallOutcome(_detach(named), _detach_loss(loss), leaves, *gradients, parts)
 
-    def packed(self, alone: Sequence[CallOutcome]) -> CallOutcome:
-        """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token."""
+    def packed(self, alone: Sequence[CallOutcome], keywords: Mapping[str, Any] | None = None) -> CallOutcome:
+        """All sequences in one row; ``alone``: each by itself, which tells what belongs to a token.
+
+        ``keywords``: of the row, where they are not those of the trial.
+        """
         with torch.set_grad_enabled(self._backward), embedded_inputs(self.model) as leaves:
-            given = self._with_leaves(self.trial.packed, leaves)
+            given = self._with_leaves(self.trial.packed if keywords is None else keywords, leaves)
             outputs = self._call(**given, **self._without_cache)
             named = {}
             for name, value in outputs_by_name(outputs).items():
@@ -393,7 +422,8 @@ class TrialRun:
                 if parts is not None and (self.only is None or name in self.only):
                     named[name] = parts
             loss, left = self._loss(outputs)
-            gradients = self._gradients(named, range(len(alone)), leaves, (loss, sum(self.trial.counts or ())))
+            count = sum(self.trial.counts or ()) or sum(self.trial.sizes) * self.has_any_loss
+            gradients = self._gradients(named, range(len(alone)), leaves, (loss, count))
         return CallOutcome(_detach(named), _detach_loss(loss), leaves, *gradients, left)
 
     def _has_entries(self, value: Tensor, place: int) -> bool:

@@ -5,8 +5,8 @@ There are three ways, the finest that a model allows is taken:
 - *native*: the model reads the lengths itself, or its attention does (``attn_implementation="ullage"``);
 - *mixers*: parts in which tokens meet run by lengths: convolutions, scans and states beside an attention that reads the
   lengths, or the attention too, where it does not;
-- *backbone* or *whole*: the model's backbone, or all of it with its head, runs by lengths. That is exact for every
-  model whose rows do not see each other, whatever it is made of, and computes no padding either.
+- *whole*: all of the model runs by lengths, its head too. That is exact for every model whose rows do not see each
+  other, whatever it is made of, and computes no padding either.
 
 Which parts these are is found by runs (:mod:`ullage.mixers.finding`). What no run of a few tokens can show is declared
 here: the types whose towers take the images of a row at once, and what makes the rows of a batch meet by design.
@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from ullage.attention.heads import is_multiple_choice, works_by_token
+from ullage.attention.heads import is_multiple_choice
 from ullage.attention.support import (
     NAME,
     attends_both_ways,
@@ -35,10 +34,8 @@ from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.items import takes_items
 
-Kind = Literal["native", "mixers", "backbone", "whole"]
+Kind = Literal["native", "mixers", "whole"]
 
-#: Types whose heads take more from their backbone than one entry per token.
-_WITH_THEIR_HEADS = frozenset({"prophetnet"})
 #: Types that take the images and clips of all sequences of a row at once: their towers tell items apart, and features
 #: go to their tokens in order. Each is proved by the audit; in any other, a row with images runs by sequence.
 ITEMS_ON_THE_ROW = frozenset(
@@ -133,6 +130,7 @@ class Way:
         found: what a search has found, where the way is its.
         items: how images and clips are kept apart: "row", where the model takes those of all sequences at once;
             "sequences", where a row with any runs by sequence; None for a model that takes none.
+        cause: the first part, with its class, whose sequences meet however it is called, if a search has seen one.
     """
 
     kind: Kind
@@ -141,6 +139,7 @@ class Way:
     both_ways: bool = False
     items: Literal["row", "sequences"] | None = None
     found: Found | None = None
+    cause: str = ""
 
     @property
     def is_one_row(self) -> bool:
@@ -188,15 +187,9 @@ def native_way(model: nn.Module) -> Way:
     return with_items(model, Way("native", first_position=first_position(model), both_ways=attends_both_ways(model)))
 
 
-def coarse_ways(model: nn.Module) -> tuple[Way, ...]:
-    """The ways that are exact for every model whose rows do not see each other: its backbone, and all of it."""
-    config: Any = getattr(model, "config", None)
-    ways = [Way("whole", ("",))]
-    is_pair = getattr(config, "is_encoder_decoder", False)
-    backbone = None if is_pair or not works_by_token(model) else _backbone(model)
-    if backbone is not None and config.model_type not in _WITH_THEIR_HEADS:
-        ways.insert(0, Way("backbone", (backbone,)))
-    return tuple(with_items(model, way) for way in ways)
+def whole_way(model: nn.Module, cause: str = "") -> Way:
+    """The way that is exact for every model whose rows do not see each other: all of it runs by lengths."""
+    return with_items(model, Way("whole", ("",), cause=cause))
 
 
 def require_independent_rows(model: nn.Module) -> None:
@@ -249,19 +242,6 @@ def _competes(where: str, reason: str) -> CompetingSequences:
         where=where,
         hint="no batch of it equals its sequences alone; train it unpacked, with a padding collator",
     )
-
-
-def _backbone(model: nn.Module) -> str | None:
-    """The path of a model's backbone, which holds no head; None for a model that is one."""
-    backbone = getattr(model, "base_model", None)
-    if backbone is model:
-        # A prefix that names no attribute: then the one part that is a model itself.
-        parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-        backbone = parts[0] if len(parts) == 1 else None
-    # Heads do not call a wrapper around one model, they call what it holds.
-    while backbone is not None and type(backbone).__name__.endswith("Wrapper"):
-        backbone = next((part for part in backbone.children() if isinstance(part, PreTrainedModel)), None)
-    return next((path for path, module in model.named_modules() if module is backbone), None)
 
 
 # Our attention in the place of the one that a model came with.
