@@ -108,18 +108,17 @@ def test_a_model_by_kernels_calls_a_mixer_once_and_gives_each_sequence_what_it_g
     for package in TYPES[model_type]:
         importlib.import_module(package) if importlib.util.find_spec(package) else pytest.skip(f"no {package}")
     from maintenance.tiny import tiny_model
-    from tests.mixers.test_kernels import alone, packed_row, rows_of, split
+    from tests.mixers.test_kernels import alone, packed_row, rows_of, split, told_parts
     from ullage import pack_model, to_device
-    from ullage.mixers.kernels import length_keywords
 
     model = tiny_model(model_type, "causal").to(device).train()
-    mixers = [mixer for mixer in model.modules() if length_keywords(mixer)]
-    assert mixers, "every mixer runs by lengths though its packages are installed"
     with torch.no_grad():
         expected = alone(model, device)
     row = packed_row(rows_of())
     calls = []
     with pack_model(model):
+        mixers = [part.module for part in told_parts(model)]
+        assert mixers, "every mixer runs by lengths though its packages are installed"
         for mixer in mixers:
             mixer.register_forward_hook(lambda *_: calls.append(1))
         logits = model(**{name: to_device(value, device) for name, value in row.items()}).logits[0]

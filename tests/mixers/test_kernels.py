@@ -14,7 +14,7 @@ import torch
 from maintenance.tiny import tiny_config, tiny_model
 from tests.support.kernel_standins import CALLS, PACKAGES, file_of
 from ullage import Layout, RaggedBatch, pack_model
-from ullage.mixers.kernels import length_keywords, shares_chunks
+from ullage.mixers.forwards import FoundForward
 
 pytestmark = pytest.mark.parity
 
@@ -81,6 +81,12 @@ def outcome(model, call):
     return logits.detach(), torch.cat([each.flatten() for each in found if each is not None])
 
 
+def told_parts(model):
+    """The parts of a packed model that are told the lengths of a row."""
+    parts = (vars(module).get("forward") for module in model.modules())
+    return [each for each in parts if isinstance(each, FoundForward) and each.length_keywords]
+
+
 def alone(model, device=None):
     rows = [row.to(device) for row in rows_of() if len(row)]
     return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
@@ -104,7 +110,7 @@ def test_a_row_is_one_call_of_each_kernel_and_each_sequence_gets_what_it_gets_al
         with pack_model(model):
             CALLS.clear()
             found, found_gradients = outcome(model, lambda: split(row, model(**row).logits[0]))
-        mixers = [mixer for mixer in model.modules() if length_keywords(mixer)]
+            mixers = told_parts(model)
         assert mixers
         assert sorted(CALLS) == sorted((kernels if training else IN_EVALUATION.get(kernels[0], kernels)) * len(mixers))
         assert_near(found, expected, 1e-5)
@@ -128,7 +134,7 @@ def test_a_neighbour_of_other_tokens_or_nan_changes_nothing(model_type):
                 logits = model(inputs_embeds=embedded, **keywords).logits[0]
                 found.append(torch.cat([logits[:12], logits[16:]]))
                 assert bool(logits[12:16].isnan().all()) == (change == "nan")
-        if shares_chunks(model):  # and rounds together
+        if "mamba_split_conv1d_scan_combined" in TYPES[model_type][1]:  # shares chunks, and rounds together
             assert_near(found[1], found[0], 1e-5)
             return
         assert torch.equal(found[0], found[1])
@@ -143,10 +149,10 @@ def test_a_neighbour_of_other_tokens_or_nan_changes_nothing(model_type):
 def test_a_mixer_of_which_a_function_takes_no_lengths_runs_by_lengths(model_type, packages):
     with file_of(model_type, packages) as module:
         model = model_of(module, model_type).eval()
-        assert not any(length_keywords(mixer) for mixer in model.modules())
         expected = alone(model)
         row = packed_row(rows_of())
         with pack_model(model):
+            assert not told_parts(model)
             assert_near(split(row, model(**row).logits[0]), expected, 1e-5)
 
 

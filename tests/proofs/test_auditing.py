@@ -47,7 +47,7 @@ def test_a_packed_model_is_exact_and_left_as_it_was(model_type, kind):
     report = audit(model)
     assert report.verdict == "exact", report
     names = {check.name for check in report.checks}
-    assert {"logits", "loss", "gradients", "order", "neighbours", "other tokens"} <= names
+    assert {"logits", "loss", "gradients", "order", "neighbours", "long: other tokens"} <= names
     assert ("poison" in names) == (model_type not in ("mixtral", "nemotron_h"))
     assert report.value("gradients") > 0  # compared, and not with itself
     assert model.training
@@ -140,7 +140,7 @@ def test_plain_transformers_with_positions_is_told_from_plain_transformers_witho
     assert [check.name for check in with_positions.checks if not check.passed] == ["poison"]
     without = audit(model, pack=False, collate=lambda s: flattened(s, position_ids=None, cu_seq_lens_q=None))
     assert without.verdict == "leak"
-    assert without.value("other tokens") > 1e-3
+    assert without.value("long: other tokens") > 1e-3
 
 
 def test_a_model_whose_sequences_compete_has_a_word_of_its_own():
@@ -266,7 +266,7 @@ def test_on_github_a_leak_is_told_beside_its_class_and_in_the_summary(own_models
     assert f"::error file=own_models.py,line={line},title=ullage audit::Shifted: leak (" in told.stderr
     summary = (own_models / "summary.md").read_text()
     assert summary.startswith("### ullage audit: leak\n\nShifted (llama): attention sdpa, on cpu\n\n| check |")
-    assert re.search(r"\| other tokens \| .* \| no bit \| leak \|", summary)
+    assert re.search(r"\| long: other tokens \| .* \| 2e-06 \| leak \|", summary)
 
 
 _OWN_CODE = """

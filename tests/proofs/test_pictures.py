@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parity
 def test_a_model_is_audited_with_images_and_clips():
     report = audit(tiny_model("qwen2_vl", "image"), pictures=pictures)
     assert (report.verdict, report.images) == ("exact", "images and clips"), report
-    assert {"items", "places", "positions", "other images", "poison"} <= {check.name for check in report.checks}
+    assert {"items", "places", "positions", "logits: other tokens", "poison"} <= {check.name for check in report.checks}
 
 
 # Faults planted on purpose, with what the report says.

@@ -274,7 +274,6 @@ class Groups:
 def call_by_lengths(
     function: Callable[..., Any],
     groups: Groups,
-    arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     *,
     per_sequence: frozenset[str] = frozenset(),
@@ -283,25 +282,21 @@ def call_by_lengths(
     """The results of ``function`` for each call of the groups.
 
     Args:
-        function: takes ``arguments`` and ``keywords`` for sequences in rows [n, L, ...].
+        function: takes ``keywords`` for sequences in rows [n, L, ...].
         groups: of the packed row.
-        arguments, keywords: of the packed row; each value is cut as its shape says.
+        keywords: of the packed row; each value is cut as its shape says.
         per_sequence: keywords that hold one entry per sequence, whatever their shape.
         items: fields by item, which take the place of keywords of their names.
 
     Raises ``InputError`` for a tensor that is neither by token nor by sequence.
     """
-    positional = [_parts(value, groups, f"argument {place}", False) for place, value in enumerate(arguments)]
     if items is not None:
         keywords = {name: value for name, value in keywords.items() if name not in items}
     named = {name: _parts(value, groups, name, name in per_sequence) for name, value in keywords.items()}
     if items is not None:
         cut = [items.of(part.tolist()) for part in groups.members]
         named |= {name: [each[name] for each in cut] for name in cut[0]} if cut else {}
-    return [
-        function(*(parts[call] for parts in positional), **{name: parts[call] for name, parts in named.items()})
-        for call in range(len(groups))
-    ]
+    return [function(**{name: parts[call] for name, parts in named.items()}) for call in range(len(groups))]
 
 
 def require_cuttable(keywords: Mapping[str, Any], row: PackedRow) -> None:
@@ -350,12 +345,6 @@ def _parts(value: Any, groups: Groups, name: str, is_per_sequence: bool) -> list
     # Positions along several axes, [axes, 1, T].
     if value.ndim == 3 and tuple(value.shape[1:]) == (1, calls.num_slots):
         return [part.movedim(-1, 0) for part in calls.cut(value[:, 0].transpose(0, 1))]
-    # The same for all heads, [1, 1, T, ...].
-    if value.ndim == 4 and tuple(value.shape[:3]) == (1, 1, calls.num_slots):
-        return [part[:, None] for part in calls.cut(value[0, 0])]
-    # Distances between tokens, [T, T], alike for all pairs that are as far apart: each sequence's are the first ones.
-    if tuple(value.shape) == (calls.num_slots, calls.num_slots) and torch.equal(value[1:, 1:], value[:-1, :-1]):
-        return [value[:width, :width] for width in calls.widths]
     if value.shape[0] == groups.num_sequences:
         return groups.select(value)
     if value.ndim == 1 and value.shape[0] == calls.num_slots:
@@ -445,7 +434,7 @@ def call_whole(
     # Each call gives a mean, which is weighed below.
     num_items = keywords.pop("num_items_in_batch", None)
     fields = _SEQUENCE_FIELDS | ({"labels"} if by_sequence else frozenset())
-    outputs = call_by_lengths(own, groups, (), keywords, per_sequence=fields, items=row.items)
+    outputs = call_by_lengths(own, groups, keywords, per_sequence=fields, items=row.items)
     # Scores [n, classes] are by sequence, also with as many classes as tokens; those [n, L, classes] never are.
     scores = outputs[0].get("logits") if by_sequence and isinstance(outputs[0], Mapping) else None
     is_whole = isinstance(scores, Tensor) and scores.ndim < 3

@@ -56,7 +56,7 @@ from ullage.mixers.axes import (
     tokens_of,
 )
 from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
-from ullage.mixers.forwards import Forward
+from ullage.mixers.forwards import Forward, FoundForward
 from ullage.mixers.proof import is_routed, limits_of
 from ullage.mixers.trial import Trial, varied
 from ullage.mixers.ways import Found, Way, own_attention, way_of_found
@@ -65,6 +65,8 @@ _logger = logging.getLogger(__name__)
 
 #: Most modules that the search for leaks finds, one in each run; others are left to the proof.
 _LEAKS = 8
+#: Keywords by which kernels are told the lengths; a forward may hand on any of a set, and none twice.
+_LENGTHS_OF_KERNELS = (("seq_idx", "cu_seq_lens_q"), ("seq_idx", "cu_seqlens"), ("seq_idx",), ("cu_seqlens",))
 #: The number behind shorter sequences that no causal part may see.
 _BEHIND = 3.0
 
@@ -210,12 +212,34 @@ class Search(Watch):
         can_pad = path not in self.found.apart and path not in self.found.single
         if can_pad and self._parted(path, number, copied, shared, kind="one", padding=_BEHIND) is not None:
             self.found.padded.add(path)
+            self._note_told(path, number, copied)
         else:
             # What hands something on for pairs of tokens makes the calls of who takes it.
             makers = {leaf.maker for leaf in leaves_of(copied).values() if isinstance(leaf, ByCalls)}
             self.found.padded -= {path, *makers}
             self.found.apart |= {path, *makers}
         return parted
+
+    def _note_told(self, path: str, number: int, given: Any) -> None:
+        """Note by which keywords a module is told the lengths, if its kernels keep sequences apart then."""
+        known, module = self.found.told.pop(path, None), self.model.get_submodule(path)
+        for keywords in _LENGTHS_OF_KERNELS if known is None else (known,):
+            forward = FoundForward(module, replace(self.found, told={path: keywords}), path)
+            taken = forward.parameters
+            if not any(each.kind is inspect.Parameter.VAR_KEYWORD or each.name in keywords for each in taken.values()):
+                continue
+            self.is_quiet = True
+            try:
+                with row_in_force(None):
+                    arguments, named = forward.told(self.row, *_copied(given))
+                    output = forward.own(*arguments, **named)
+                if not isinstance(output, _Failed) and self._checked(path, number, False, output)[1]:
+                    self.found.told[path] = keywords
+                    return
+            except Exception:  # whatever it raises, it is not told so
+                continue
+            finally:
+                self.is_quiet = False
 
     def _takes_restarted(self, path: str) -> bool:
         return any(where == path and is_given for where, is_given, _ in self.found.restarts)
@@ -269,6 +293,8 @@ class Search(Watch):
                 choosing = _Choosing()
                 with choosing:
                     parted = run_by_lengths(own, self.row, given, self.found.specs[path], **options)
+            if isinstance(parted, _Failed):
+                return None
             if padding and choosing.is_seen:
                 return None
             parted, is_right = self._checked(path, number, False, parted)

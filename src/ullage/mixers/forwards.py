@@ -45,7 +45,6 @@ from ullage.mixers.items import (
     seen_tiles,
     tokens_by_sequence,
 )
-from ullage.mixers.kernels import length_keywords
 from ullage.mixers.over_ranks import over_ranks
 from ullage.mixers.ways import COUNTED_FROM_ONE, Found, Way
 
@@ -192,7 +191,9 @@ def _kept(named: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
 class FoundForward(Forward):
     """The forward of a part that a search has found: restarted, by lengths, or both, within a packed call.
 
-    A part whose kernels take the lengths gets the row in one call (:mod:`ullage.mixers.kernels`).
+    A part whose kernels take the lengths gets the row in one call: transformers' mixers call those of fla, mamba-ssm,
+    and causal-conv1d where they are installed, and torch's own functions elsewhere, which take none. Padding behind a
+    sequence belongs to its slot there.
 
     Attributes:
         found: by the search.
@@ -208,7 +209,7 @@ class FoundForward(Forward):
         super().__init__(module)
         self.found, self.path, self.runs = found, path, path in found.parts
         self.is_causal, self.in_one_call = path in found.padded, False
-        self.length_keywords = length_keywords(module) if self.is_causal else ()
+        self.length_keywords = found.told.get(path, ()) if self.is_causal else ()
         own = [(is_given, key) for where, is_given, key in found.restarts if where == path]
         self._keys = {which: {key for is_given, key in own if is_given is which} for which in (True, False)}
 
@@ -248,15 +249,15 @@ class FoundForward(Forward):
     # The part's own forward is compiled as it would be without this function around it.
     @torch.compiler.disable(recursive=False, reason="the lengths of the sequences are data")
     def _by_kernels(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        arguments, keywords = self._told(arguments, keywords)
-        return self.own(*arguments, **keywords)
-
-    @torch.compiler.disable(reason="the lengths of the sequences are data")
-    def _told(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the part's own forward gets of the row as a whole, the lengths among it."""
         row = current_row()
         assert row is not None
         row.is_served = True
+        arguments, keywords = self.told(row, arguments, keywords)
+        return self.own(*arguments, **keywords)
+
+    @torch.compiler.disable(reason="the lengths of the sequences are data")
+    def told(self, row: PackedRow, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the part's own forward gets of the row as a whole, the lengths among it."""
         if not _takes_places(self.parameters):
             arguments, keywords = (), self.named(arguments, keywords)
         lengths = {name: row.of_kernels[name] for name in self.length_keywords}

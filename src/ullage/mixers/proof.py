@@ -93,6 +93,7 @@ class TrialDifference:
         value: largest difference, relative to the largest number compared.
         limit: above which sequences do not get what they get alone.
         sequence: the one that differs most, where that is known.
+        leaks: whether it is what other tokens in other sequences change, so that sequences see each other.
     """
 
     kind: str
@@ -100,6 +101,7 @@ class TrialDifference:
     value: float
     limit: float
     sequence: int | None = None
+    leaks: bool = False
 
     @property
     def passed(self) -> bool:
@@ -471,7 +473,8 @@ def _reaching(
     for name in before.outputs.keys() & after.outputs.keys():
         both = ([outcome.outputs[name][place] for place in kept] for outcome in (after, before))
         value = largest(*both) if isfinite(_most(before.outputs[name])) else 0.0
-        yield TrialDifference("outputs", f"{name}, as tokens of others change,", value, min(limit, limits.outputs))
+        told, most = f"{name}, as tokens of others change,", min(limit, limits.outputs)
+        yield TrialDifference("outputs", told, value, most, leaks=True)
     # Of what tokens look up; a table of distances serves the other sequences too.
     tokens = _changed_tables(before.leaves, after.leaves)
     most = max((_most([each]) for each in before.gradients if each is not None), default=0.0)
@@ -485,7 +488,7 @@ def _reaching(
         worst[ours.name] = max(worst[ours.name], value if isfinite(value) else inf)
     for name, value in worst.items():
         told = f"gradients at {name}, as tokens of others change,"
-        yield TrialDifference("gradients", told, value, min(limit, limits.gradients))
+        yield TrialDifference("gradients", told, value, min(limit, limits.gradients), leaks=True)
 
 
 def _changed_tables(before: Sequence[Leaf], after: Sequence[Leaf]) -> set[str]:

@@ -24,7 +24,7 @@ from ullage.attention.heads import (
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
-from ullage.core.items import UnequalRows
+from ullage.core.items import ITEM_LENGTHS, UnequalRows
 from ullage.core.layout import Layout
 from ullage.mixers.at_rest import Leaf, at_rest, embedded_inputs
 from ullage.mixers.items import PIXELS, alone_form, takes_items
@@ -275,7 +275,10 @@ def _with_gaps(rows: Layout, there: Sequence[int], number: int) -> Layout:
 
 
 def with_other_tokens(model: nn.Module, trial: Trial) -> dict[str, Any]:
-    """The keywords of a trial's row with other tokens in every second sequence; those with a meaning stay."""
+    """The keywords of a trial's row with other tokens, and images, in every second sequence.
+
+    Tokens with a meaning stay.
+    """
     keywords, special = dict(trial.packed), torch.tensor([IGNORED_LABEL, *special_tokens(model)])
     random = torch.Generator().manual_seed(2)
     fields = {"input_ids": trial.sizes, "decoder_input_ids": trial.target_sizes, "labels": trial.target_sizes}
@@ -295,7 +298,21 @@ def with_other_tokens(model: nn.Module, trial: Trial) -> dict[str, Any]:
                 rows[place] = torch.where(torch.isin(row, special.to(row)), row, drawn)
         joined = torch.nested.nested_tensor(rows, layout=torch.jagged) if value.is_nested else torch.cat(rows)[None]
         keywords[name] = joined
-    return keywords
+    return keywords | _with_other_pixels(trial.packed, random)
+
+
+def _with_other_pixels(packed: Mapping[str, Any], random: torch.Generator) -> dict[str, Any]:
+    """The pixels of a row, others in every second sequence that has tokens; what is empty stays so."""
+    found = {}
+    there = packed["cu_seq_lens_q"].diff().nonzero().flatten().tolist() if ITEM_LENGTHS in packed else []
+    for name, bounds in packed.get(ITEM_LENGTHS, {}).items():
+        if name.startswith("pixel_") and packed[name].is_floating_point():
+            found[name] = packed[name].clone()
+            for place in there[1::2]:
+                rows = found[name][int(bounds[place]) : int(bounds[place + 1])]
+                drawn = torch.randn(rows.shape, generator=random).to(rows)
+                rows.copy_(torch.where(rows == 0, rows, drawn))
+    return found
 
 
 def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:

@@ -77,6 +77,7 @@ class Found:
         parts: the paths of modules that run by lengths; "" is the model itself.
         padded: those of them in which no token sees a later one, so that sequences of similar lengths share a call.
         apart: those in which one does.
+        told: by path, the keywords by which those whose kernels take lengths are told them, in one call of the row.
         single: those that take one sequence at a time, since the rows of a batch meet in them.
         restarts: arguments (True) and outputs (False) that are restarted: path, which, key.
         once: modules that only count, and are called on as many tokens as the longest sequence has.
@@ -92,6 +93,7 @@ class Found:
     parts: set[str] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
+    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)
     restarts: set[tuple[str, bool, str]] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
@@ -104,6 +106,8 @@ class Found:
         inner = f"{path}." if path else ""
         for each in (self.parts, self.padded, self.apart, self.single, self.once):
             each -= {other for other in each if other.startswith(inner)}
+        for each in [other for other in self.told if other.startswith(inner)]:
+            del self.told[each]
         own = {each for each in self.restarts if each[:2] == (path, False)}
         self.restarts -= own | {each for each in self.restarts if each[0].startswith(inner)}
         self.once.discard(path)

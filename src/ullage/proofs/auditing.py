@@ -2,16 +2,14 @@
 
 Every check compares two runs of the model itself, so no other implementation is believed. Sequences of 0 to 72 tokens
 stand in one row; the reference is each of them on its own, without any packing. A leak shows as a difference where the
-tokens of another sequence were changed, in outputs and in gradients, and as a nan where they were poisoned. The model
+tokens of other sequences were changed, in outputs and in gradients, and as a nan where they were poisoned. The model
 is at rest meanwhile (:mod:`ullage.mixers.at_rest`), and in training mode it goes through the proof that a run makes
 before its first step (:mod:`ullage.mixers.proof`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -22,12 +20,12 @@ from torch import Tensor, nn
 from ullage.core.display import Shown, quantity
 from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
-from ullage.mixers.at_rest import at_rest, embedded_inputs
+from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import way_of
 from ullage.mixers.proof import largest, limits_of, prove
 from ullage.mixers.wrappers import bare
 from ullage.proofs.placing import given_differ, items_differ, what_is_wrong
-from ullage.proofs.samples import RowOutputs, Sample, Samples
+from ullage.proofs.samples import Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
 
@@ -202,9 +200,8 @@ IMAGES = {LENGTHS: (1, 0, 3, 0, 2, 0), NEIGHBOURS: (0, 2, 0, 1, 0, 0), LONG: (2,
 CLIPS = (0, 0, 1, 0, 1, 0)
 #: Names of the checks of the first row, by what is compared.
 _NAMES = {"outputs": "logits", "loss": "loss", "gradients": "gradients"}
-#: Largest differences of experts in float64, whose products change shape with the tokens of the others: of outputs and
-#: of gradients.
-_ROUTED_LIMITS = (1e-12, 1e-9)
+#: What of a row other tokens in every second sequence may change, by the kind of difference.
+_OTHERS = {"outputs": "tokens", "gradients": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -245,28 +242,29 @@ def compare(samples: Samples) -> Iterator[Check]:
     yield from _proved(samples, neighbours, {"outputs": "neighbours"}, backward=False)
     yield from _proved(samples, long, {"outputs": "long", "loss": "long: loss"}, backward=False)
     with at_rest(samples.model, training=False):
-        yield from _others(samples, long, "", backward=False)
-        if samples.images:
-            yield from _others(samples, long, "", backward=False, images=True)
         # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0, and so do
         # kernels whose sequences share chunks, and the blocks of flex attention on a GPU.
         if not samples.is_routed and not samples.shares_chunks and samples.device.type == "cpu":
             yield Check("poison", _poison(samples, long), 0.0, leaks=True)
-    for difference in prove(bare(samples.model), samples.trial(long), training=True).differences:
-        yield Check(f"training: {difference.name}", difference.value, difference.limit)
-    with at_rest(samples.model, training=True):
-        yield from _others(samples, long, "training: ", backward=True)
+    # Others in the longest sequence, where those before were in the shortest.
+    for difference in prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True).differences:
+        name = f"other {_OTHERS[difference.kind]}" if difference.leaks else difference.name
+        yield Check(f"training: {name}", difference.value, difference.limit, leaks=difference.leaks)
 
 
 def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **options: Any) -> Iterator[Check]:
-    """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit."""
+    """One check for each kind of difference that ``names`` names, in evaluation mode: the largest beside its limit.
+
+    And one for what other tokens in every second sequence change.
+    """
     model = samples.model
     compared = prove(bare(model), samples.trial(row), call=model, training=False, **options).differences
     for kind, name in names.items():
-        of_kind = [each for each in compared if each.kind == kind]
-        if of_kind:
-            worst = max(of_kind, key=lambda each: each.value / each.limit)
-            yield Check(name, worst.value, worst.limit)
+        for leaks, told in ((False, name), (True, f"{name}: other {_OTHERS.get(kind)}")):
+            of_kind = [each for each in compared if each.kind == kind and each.leaks is leaks]
+            if of_kind:
+                worst = max(of_kind, key=lambda each: each.value / each.limit)
+                yield Check(told, worst.value, worst.limit, leaks)
 
 
 def _placed(samples: Samples, row: list[Sample]) -> Iterator[Check]:
@@ -288,130 +286,6 @@ def _placed(samples: Samples, row: list[Sample]) -> Iterator[Check]:
 def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
     """Lengths as the model takes them; none stays none."""
     return [min(max(length, samples.least), samples.most) if length else 0 for length in lengths]
-
-
-# Other tokens in one sequence: the others must not change in a single bit.
-
-
-def _others(samples: Samples, row: list[Sample], name: str, *, backward: bool, images: bool = False) -> Iterator[Check]:
-    """Other tokens in one sequence, or other images, where it has any; both for gradients."""
-    # A GPU adds up the gradients of what is looked up in an order that changes from call to call.
-    limits = (0.0, 0.0 if samples.device.type == "cpu" else limits_of(samples.dtype).gradients)
-    if samples.shares_chunks:
-        limits = limits_of(samples.dtype)[:2]
-        largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
-    elif not samples.is_routed:
-        largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
-    else:
-        # In float64: an expert's product has another shape when another sequence's tokens come to it.
-        try:
-            with samples.in_double() as judged:
-                largest_of_kind = _others_differ(judged, row, backward=backward, images=images)
-                limits = _ROUTED_LIMITS
-        except RuntimeError:  # the model computes a part in float32, whatever its weights are
-            limits = limits_of(samples.dtype)[:2]
-            largest_of_kind = _others_differ(samples, row, backward=backward, images=images)
-    names = ("other images" if images else "other tokens", "other gradients")
-    for what, value, limit in zip(names, largest_of_kind, limits):
-        yield Check(f"{name}{what}", value, limit, leaks=True)
-
-
-def _others_differ(samples: Samples, row: list[Sample], *, backward: bool, images: bool) -> list[float]:
-    """Largest difference that other tokens in some sequences make to the others: of outputs, of gradients."""
-    with torch.set_grad_enabled(backward):
-        before = _PackedCall(samples, row)
-        worst = [0.0, 0.0]
-        for changed in range(len(row)):
-            kept = [place for place in range(len(row)) if place != changed]
-            if images and not row[changed].items:
-                continue
-            other = row if images else samples.with_other_tokens(row, changed)
-            after = _PackedCall(samples, samples.with_other_images(other, changed) if images or backward else other)
-            outputs = largest(*([run.logits[place] for place in kept] for run in (after, before)))
-            worst[0] = max(worst[0], outputs)
-            if backward:
-                worst[1] = max(worst[1], _gradients_of_others(before, after, kept))
-    return worst if backward else worst[:1]
-
-
-class _PackedCall:
-    """One packed call, and the gradients that come from some of its sequences."""
-
-    def __init__(self, samples: Samples, row: list[Sample]) -> None:
-        torch.manual_seed(samples.seed)  # what is drawn in spite of all is drawn alike
-        self.samples = samples
-        self.parameters = [each for each in samples.model.parameters() if each.requires_grad]
-        with embedded_inputs(samples.model) as leaves:
-            outcome: RowOutputs = samples.packed(row)
-        self.logits, self.loss, self.leaves = outcome.logits, outcome.loss, leaves
-
-    @functools.cached_property
-    def of_loss(self) -> list[Tensor]:
-        """The gradients of the model's own loss, for what was embedded."""
-        return self._of(self.loss, only_leaves=True)[1] if self.loss is not None else []
-
-    def gradients(self, places: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Of the outputs of some sequences, weighed at random: for all parameters, and for what was embedded."""
-        random = torch.Generator().manual_seed(0)
-        weights = [torch.randn(each.shape, generator=random, dtype=torch.float64).to(each) for each in self.logits]
-        return self._of(torch.stack([(self.logits[place] * weights[place]).sum() for place in places]).sum())
-
-    def _of(self, value: Tensor, *, only_leaves: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        parameters = [] if only_leaves else self.parameters
-        wanted = [*parameters, *(leaf.value for leaf in self.leaves)]
-        if not wanted or not value.requires_grad:
-            return [], []
-        gradients = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=True)
-        dense = [torch.zeros_like(each) if grad is None else grad for each, grad in zip(wanted, gradients)]
-        return dense[: len(parameters)], dense[len(parameters) :]
-
-
-def _gradients_of_others(before: _PackedCall, after: _PackedCall, kept: Sequence[int]) -> float:
-    """Largest difference of what comes back from the sequences that are kept; and what reaches those that changed."""
-    (parameters, embedded), (parameters_after, embedded_after) = before.gradients(kept), after.gradients(kept)
-    # Gradients that are rounding noise beside the largest of all count by a thousandth of that.
-    most = max((float(each.abs().max()) for each in parameters if each.numel()), default=0.0)
-    worst = 0.0
-    for ours, theirs in zip(parameters_after, parameters):
-        own = float(theirs.abs().max()) if theirs.numel() else 0.0
-        worst = max(worst, largest([ours], [theirs]) * own / max(own, 1e-3 * most, 1e-30))
-        if not own and ours.any():
-            worst = max(worst, float(ours.abs().max()) / max(most, 1e-30))
-    places = _places(before, after)
-    size = max((float(embedded[at].abs().max()) for at, _, _ in places), default=0.0)
-    for found, found_after in ((embedded, embedded_after), (before.of_loss, after.of_loss)):
-        for at, same, changed in places if found else ():
-            worst = max(worst, largest([found_after[at][same]], [found[at][same]]))
-            if found is embedded and size and changed.any():
-                worst = max(worst, float(found_after[at][changed].abs().max()) / size)
-    return worst
-
-
-def _places(first: _PackedCall, second: _PackedCall) -> list[tuple[int, Tensor, Tensor]]:
-    """The calls of embeddings, by their place; which of their entries belong to other sequences, and which changed.
-
-    Where an embedding is called once, that is the packed row: other tokens stand in the changed sequence. Where it is
-    called more often, all of a row belongs to one sequence; but for an encoder-decoder, which may call it for both of
-    its rows, and whose targets all begin with one token.
-    """
-    before, after = first.leaves, second.leaves
-    fixed = torch.tensor(sorted(first.samples.special))
-    calls = Counter(leaf.name for leaf in before)
-    places = []
-    for at, (ours, theirs) in enumerate(zip(before, after)):
-        if ours.ids is None or theirs.ids is None or ours.ids.shape != theirs.ids.shape or ours.ids.ndim < 2:
-            continue
-        changed, same = ours.ids != theirs.ids, torch.ones_like(ours.ids, dtype=torch.bool)
-        if first.samples.is_encoder_decoder:
-            same = ~changed & ~torch.isin(ours.ids, fixed.to(ours.ids))
-        elif changed.any() and calls[ours.name] == 1 and len(changed) == 1:
-            here = changed[0].flatten(1).any(1).nonzero() if changed.ndim > 2 else changed[0].nonzero()
-            same[:, int(here.min()) : int(here.max()) + 1] = False
-        else:
-            same[changed.flatten(1).any(1)] = False
-        places.append((at, same, changed))
-    changing = {before[at].name for at, _, changed in places if changed.any()}
-    return [each for each in places if before[each[0]].name in changing]
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from ullage.attention.heads import works_by_sequence
 from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.core.errors import InputError
+from ullage.mixers.forwards import FoundForward
 from ullage.mixers.items import alone_form
-from ullage.mixers.kernels import shares_chunks
 from ullage.mixers.proof import is_routed
 from ullage.mixers.trial import (
     Trial,
@@ -34,7 +33,6 @@ from ullage.mixers.wrappers import bare
 _TARGETS = (5, 4, 2, 6, 3, 4)
 #: Lengths of the longest sequence, of which the first is taken that a model takes.
 _LONGEST = (72, 40, 24, 16)
-_EXPERTS_BY = "_experts_implementation"
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,9 @@ class Samples:
 
     @cached_property
     def shares_chunks(self) -> bool:
-        """Whether kernels of its mixers compute sequences that meet in a chunk together."""
-        return shares_chunks(self.model)
+        """Whether kernels of its mixers get whole rows, and may compute what meets in a chunk together."""
+        parts = (vars(module).get("forward") for module in self.model.modules())
+        return any(isinstance(each, FoundForward) and bool(each.length_keywords) for each in parts)
 
     @property
     def is_routed(self) -> bool:
@@ -138,32 +137,6 @@ class Samples:
             samples.append(Sample(held.pop("input_ids"), held.pop("labels"), held))
         return samples
 
-    def with_other_images(self, row: Sequence[Sample], place: int) -> list[Sample]:
-        """The row with other pixels in all images of one sequence; what is empty stays so."""
-        random, sample = torch.Generator().manual_seed(self.seed + 2), row[place]
-        others = dict(sample.others)
-        for name, value in sample.items.items():
-            if value.is_floating_point() and name.startswith("pixel_"):
-                drawn = torch.randn(value.shape, generator=random).to(value)
-                others[name] = torch.where(value == 0, value, drawn)
-        return [*row[:place], replace(sample, others=others), *row[place + 1 :]]
-
-    def with_other_tokens(self, row: Sequence[Sample], place: int) -> list[Sample]:
-        """The row with another token everywhere in one sequence, of the same length."""
-        random, sample = torch.Generator().manual_seed(self.seed + 1), row[place]
-        labels = self._other(sample.labels, random) if self.is_encoder_decoder else sample.labels
-        sample = replace(sample, input_ids=self._other(sample.input_ids, random), labels=labels)
-        return [*row[:place], sample, *row[place + 1 :]]
-
-    def _other(self, tokens: Tensor, random: torch.Generator) -> Tensor:
-        usable = self.usable.to(self.device)
-        at = torch.searchsorted(usable, tokens)
-        other = usable[(at + torch.randint(1, len(usable), (len(tokens),), generator=random).to(at)) % len(usable)]
-        # Tokens of images stay, of which there are as many as features.
-        return torch.where(torch.isin(tokens, usable), other, tokens)
-
-    # Runs.
-
     def _run_alone(self, row: Sequence[Sample]) -> list[Tensor]:
         """The logits of each sequence in a call of its own."""
         return [
@@ -202,7 +175,9 @@ class Samples:
         self.images = "images and clips" if self.pictures.takes_clips(model) else "images"
         try:
             row = self.draw([7], [1])
-            if all(map(torch.equal, self._run_alone(row), self._run_alone(self.with_other_images(row, 0)))):
+            noise = {name: value + torch.randn_like(value) for name, value in row[0].items.items() if "pixel" in name}
+            other = [replace(row[0], others={**row[0].others, **noise})]
+            if all(map(torch.equal, self._run_alone(row), self._run_alone(other))):
                 self.images, self.without_images = "", "another image changes nothing"
         except Exception as error:  # whatever the model raises: it is audited on text alone
             self.images, self.without_images = "", " ".join(f"{type(error).__name__}: {error}".split())
@@ -283,34 +258,6 @@ class Samples:
             yield [*row[:place], sample, *row[place + 1 :]]
         finally:
             hook.remove()
-
-    @contextmanager
-    def in_double(self) -> Iterator[Samples]:
-        """The same in float64, experts by plain products: the grouped ones take no float64."""
-        configs: dict[int, Any] = {
-            id(part.config): part.config for part in self.model.modules() if hasattr(part, "config")
-        }
-        experts = [(each, each._experts_implementation) for each in configs.values() if hasattr(each, _EXPERTS_BY)]
-        for config, _ in experts:
-            config._experts_implementation = "eager"
-        before = {name: value.dtype for name, value in self.model.state_dict().items()}
-        weights = copy.deepcopy(self.model.state_dict())
-        self.model.double()
-        try:
-            yield self._again(self.seed)
-        finally:
-            for config, implementation in experts:
-                config._experts_implementation = implementation
-            for each in (*self.model.parameters(), *self.model.buffers()):
-                if each.is_floating_point():  # and not complex, as ``to`` would take it
-                    each.data = each.data.to(self.dtype)
-            self.model.load_state_dict({name: value.to(before[name]) for name, value in weights.items()})
-
-    def _again(self, seed: int) -> Samples:
-        again = Samples(self.model, self.collate, seed, self.pictures)
-        again.has_loss, again.least, again.most = self.has_loss, self.least, self.most
-        again.images = self.images
-        return again
 
     # Keywords.
 
