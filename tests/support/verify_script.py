@@ -12,6 +12,8 @@ import torch
 from tests.support import own_models, packing_script
 from tests.support.small_runs import STEADY, losses, quiet, said_by_ullage, serve
 from ullage.core.errors import UllageError
+from ullage.mixers.packed_model import way_of
+from ullage.mixers.wrappers import bare
 from ullage.training import RaggedCollator, Trainer
 
 STEPS = 3
@@ -82,6 +84,7 @@ def train(folder, engine, name, verify):
         "losses": losses(trainer),
         "weights": digest(trainer.model_wrapped),
         "proved": trainer._packer.proof.last is not None,
+        "way": str(way_of(bare(trainer.model))),
     }
 
 

@@ -430,8 +430,6 @@ def first_accepted(
             put_in(model, way)
         current = way
         problem = problem_of()
-        if problem is not None and way.cause:
-            problem = f"{problem}, first in {way.cause}"
         if problem is None:
             for each, reason in refused:
                 _logger.info("%s is not packed %s: %s", type(model).__name__, _adverb(each), reason)

@@ -48,7 +48,7 @@ from ullage.core.layout import Layout
 from ullage.mixers.at_rest import Leaf, at_rest
 from ullage.mixers.axes import Digest, Recorder, specs_of
 from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
-from ullage.mixers.forwards import Forward
+from ullage.mixers.forwards import Forward, ModelForward
 from ullage.mixers.trial import CallOutcome, Trial, TrialRun, with_other_tokens
 from ullage.mixers.ways import own_attention
 
@@ -521,8 +521,9 @@ def _first_module(model: nn.Module, trial: Trial, call: nn.Module, limit: float)
     relative difference.
     """
     forwards = {path: vars(each).get("forward") for path, each in model.named_modules()}
-    if getattr(forwards[""], "runs_whole", False):
-        return None
+    whole = forwards[""]
+    if isinstance(whole, ModelForward) and whole.runs_whole:
+        return whole.way.cause or None
     without = [path for path, each in forwards.items() if path and isinstance(each, Forward)]
     run = TrialRun(model, trial, call=call, backward=False)
     targets, device = trial.target_sizes, _device(model)

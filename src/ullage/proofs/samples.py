@@ -175,7 +175,8 @@ class Samples:
         self.images = "images and clips" if self.pictures.takes_clips(model) else "images"
         try:
             row = self.draw([7], [1])
-            noise = {name: value + torch.randn_like(value) for name, value in row[0].items.items() if "pixel" in name}
+            pixels = {name: value for name, value in row[0].items.items() if value.is_floating_point()}
+            noise = {name: value + torch.randn_like(value) for name, value in pixels.items()}
             other = [replace(row[0], others={**row[0].others, **noise})]
             if all(map(torch.equal, self._run_alone(row), self._run_alone(other))):
                 self.images, self.without_images = "", "another image changes nothing"
