@@ -22,9 +22,8 @@ from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import way_of
-from ullage.mixers.proof import largest, limits_of, prove
+from ullage.mixers.proof import largest, prove
 from ullage.mixers.wrappers import bare
-from ullage.proofs.placing import given_differ, items_differ, what_is_wrong
 from ullage.proofs.samples import Sample, Samples
 
 Verdict = Literal["exact", "leak", "differs", "competes", "refused", "not built"]
@@ -42,7 +41,7 @@ class Audit(Shown):
         way: how its sequences are kept apart.
         attention: the implementation that ran.
         device: where it ran.
-        reason: of a refusal, or what is wrong with images, in one line.
+        reason: of a refusal, or the first module in which a difference appears, in one line.
         images: "images" or "images and clips", if sequences had them; else empty.
         without_images: why sequences had none, of a model that takes them.
         checks: all comparisons.
@@ -148,9 +147,8 @@ def audit(
     failed = [check for check in report.checks if not check.passed]
     if failed:  # also before it was refused: so much is known
         report.verdict = "leak" if any(check.leaks for check in failed) else "differs"
-        if samples.images:
-            clauses = (what_is_wrong([check.name for check in failed]), report.reason)
-            report.reason = "; ".join(filter(None, clauses))
+        where = f"first in {samples.where}" if samples.where else ""
+        report.reason = "; ".join(filter(None, (where, report.reason)))
     return report
 
 
@@ -234,8 +232,6 @@ def compare(samples: Samples) -> Iterator[Check]:
         samples.draw(_fitting(samples, lengths), IMAGES[lengths], CLIPS if lengths == LENGTHS else ())
         for lengths in (LENGTHS, NEIGHBOURS, LONG)
     )
-    if samples.images:
-        yield from _placed(samples, short)
     yield from _proved(samples, short, _NAMES, parameters=True)
     # The same sequences in another order; one-token and empty neighbours; what begins only at a later token.
     yield from _proved(samples, short[::-1], {"outputs": "order"}, backward=False)
@@ -247,7 +243,9 @@ def compare(samples: Samples) -> Iterator[Check]:
         if not samples.is_routed and not samples.shares_chunks and samples.device.type == "cpu":
             yield Check("poison", _poison(samples, long), 0.0, leaks=True)
     # Others in the longest sequence, where those before were in the shortest.
-    for difference in prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True).differences:
+    proof = prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True)
+    samples.where = samples.where or proof.module or ""
+    for difference in proof.differences:
         name = f"other {_OTHERS[difference.kind]}" if difference.leaks else difference.name
         yield Check(f"training: {name}", difference.value, difference.limit, leaks=difference.leaks)
 
@@ -258,29 +256,14 @@ def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **opt
     And one for what other tokens in every second sequence change.
     """
     model = samples.model
-    compared = prove(bare(model), samples.trial(row), call=model, training=False, **options).differences
+    proof = prove(bare(model), samples.trial(row), call=model, training=False, **options)
+    samples.where = samples.where or proof.module or ""
     for kind, name in names.items():
         for leaks, told in ((False, name), (True, f"{name}: other {_OTHERS.get(kind)}")):
-            of_kind = [each for each in compared if each.kind == kind and each.leaks is leaks]
+            of_kind = [each for each in proof.differences if each.kind == kind and each.leaks is leaks]
             if of_kind:
                 worst = max(of_kind, key=lambda each: each.value / each.limit)
                 yield Check(told, worst.value, worst.limit, leaks)
-
-
-def _placed(samples: Samples, row: list[Sample]) -> Iterator[Check]:
-    """What becomes of images before the text sees them: their features, their places and the positions."""
-    model, trial = bare(samples.model), samples.trial(row)
-    limit = limits_of(samples.dtype).outputs
-    with at_rest(samples.model, training=False):
-        way: Any = way_of(model)
-        if getattr(way, "items", "row") == "row":
-            features = items_differ(model, trial.alone, trial.packed)
-            if features is not None:
-                yield Check("items", features, limit, leaks=True)
-        given = given_differ(model, trial.alone, trial.packed, trial.sizes)
-    for name, value, most in (("inputs_embeds", "places", limit), ("position_ids", "positions", 0.0)):
-        if name in given:
-            yield Check(value, given[name], most)
 
 
 def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:

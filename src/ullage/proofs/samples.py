@@ -86,6 +86,8 @@ class Samples:
         self.special = special_tokens(model)
         #: What sequences have beside text, and why a model that takes images gets none; as :meth:`settle` finds.
         self.images, self.without_images = "", ""
+        #: The first module in which a difference has appeared, with its class.
+        self.where = ""
         #: Tokens to draw from, in order.
         self.usable = usable_tokens(model)
 
