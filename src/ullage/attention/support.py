@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ullage.attention.current import row_in_force
@@ -223,19 +224,13 @@ def _declared(model: nn.Module) -> str | None:
 def _tried(model: nn.Module) -> str | None:
     """Why short sequences do not get in a packed row what they get alone; None if they do, or if nothing can be run."""
     parameter = next(model.parameters(), None)
-    if parameter is None or any(
-        hasattr(e, "ds_id") or e.is_meta or hasattr(e, "full_tensor") for e in model.parameters()
-    ):
+    if parameter is None or is_sharded(model):
         return None
     name, modes = type(model).__name__, [(module, module.training) for module in model.modules()]
-    config: Any = model.config  # type: ignore[union-attr]
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = row_limits(model)[0] or max(_LENGTHS)
     sizes = [min(n, limit) for n in _LENGTHS]
-    random = torch.Generator().manual_seed(0)
-    most = int(getattr(text, "vocab_size", 0) or 0)
-    special = {value for key, value in vars(text).items() if key.endswith("token_id") and isinstance(value, int)}
-    usable = torch.tensor([token for token in range(min(most, 500)) if token not in special] or [0])
+    random, usable = torch.Generator().manual_seed(0), usable_tokens(model)
+    usable = usable if len(usable) else torch.zeros(1, dtype=torch.long)
     rows = [usable[torch.randint(len(usable), (1, n), generator=random)].to(parameter.device) for n in sizes]
     taken = inspect.signature(model.forward).parameters
     fixed = {"use_cache": False} if "use_cache" in taken else {}
@@ -272,6 +267,36 @@ def _tried(model: nn.Module) -> str | None:
         elif value.ndim == 2:
             return f"{key} of {name} is of one sequence, as its first token, and a packed row has one first token"
     return None
+
+
+def usable_tokens(model: nn.Module) -> Tensor:
+    """Tokens that stand for nothing special, int64 [at most 1000], in order."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if size is None:
+        table = next((each for each in model.modules() if isinstance(each, nn.Embedding)), None)
+        size = 0 if table is None else table.num_embeddings
+    special = special_tokens(model)
+    return torch.tensor([token for token in range(int(size)) if token not in special][:1000])
+
+
+def special_tokens(model: nn.Module) -> set[int]:
+    """Tokens that mean something to a model: padding, ends, images."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {
+        value
+        for part in (config, text)
+        if part is not None
+        for name, value in vars(part).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this process lacks parameters of a model, so that it can run nothing of it by itself."""
+    return any(hasattr(each, "ds_id") or isinstance(each, DTensor) or each.is_meta for each in model.parameters())
 
 
 def _numbers(outputs: Any) -> dict[str, Tensor]:

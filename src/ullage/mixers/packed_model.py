@@ -18,12 +18,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ullage.attention.heads import package_of_forward, spans_sequences
 from ullage.attention.interface import CALLS
-from ullage.attention.support import PADDING_FREE, configs_of, names_lengths, remember_packable, row_limits
+from ullage.attention.support import (
+    PADDING_FREE,
+    configs_of,
+    is_sharded,
+    names_lengths,
+    remember_packable,
+    row_limits,
+)
 from ullage.core.errors import InputError
 from ullage.mixers.by_lengths import SIDES
 from ullage.mixers.finding import Discoverer
@@ -279,11 +285,6 @@ def _is_handed_lengths(model: nn.Module, trial: Trial) -> bool:
         return False
     finally:
         take_out(model)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether this process lacks parameters of a model, so that it can run nothing of it by itself."""
-    return any(hasattr(each, "ds_id") or isinstance(each, DTensor) or each.is_meta for each in model.parameters())
 
 
 def copy_by_configuration(model: nn.Module, *, layers: int | None = None) -> nn.Module | None:

@@ -21,6 +21,7 @@ from ullage.attention.heads import (
     spans_sequences,
     works_by_sequence,
 )
+from ullage.attention.support import special_tokens, usable_tokens
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL, is_target
 from ullage.core.errors import InputError
@@ -61,33 +62,6 @@ _TARGETS = (4, 5, 7, 17, 24, 5)
 #: Names in configs of how many tokens a sequence may have, and parts of the paths of tables of positions.
 _MOST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
 _POSITIONS = re.compile(r"pos|wpe")
-#: Of tokens to draw from, and of them those that are drawn.
-_USABLE = 1000
-
-
-def usable_tokens(model: nn.Module) -> Tensor:
-    """Tokens that stand for nothing special, int64 [at most 1000], in order."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if size is None:
-        table = next((each for each in model.modules() if isinstance(each, nn.Embedding)), None)
-        size = 0 if table is None else table.num_embeddings
-    special = special_tokens(model)
-    return torch.tensor([token for token in range(int(size)) if token not in special][:_USABLE])
-
-
-def special_tokens(model: nn.Module) -> set[int]:
-    """Tokens that mean something to a model: padding, ends, images."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return {
-        value
-        for part in (config, text)
-        if part is not None
-        for name, value in vars(part).items()
-        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
 
 
 def most_tokens(model: nn.Module) -> int | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ullage.attention.heads import works_by_sequence
+from ullage.attention.support import special_tokens, usable_tokens
 from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.core.errors import InputError
 from ullage.mixers.forwards import FoundForward
@@ -23,9 +24,7 @@ from ullage.mixers.trial import (
     most_tokens,
     moved,
     row_of,
-    special_tokens,
     trial_of,
-    usable_tokens,
 )
 from ullage.mixers.wrappers import bare
 
