@@ -57,6 +57,7 @@ COMPUTED = {
     "mixed dims": lambda s: s.view(N, T * WORDS),
     "of tokens": lambda s: s * torch.ones(N, T, 1, dtype=torch.float64),
     "two of them": lambda s: torch.cat([s, s[:, :1]], 1),
+    "twice the same": lambda s: s * s - s,
     "softmax": lambda s: nn.functional.softmax(s, -1),
     "compared": lambda s: s > 0,
     "to words": lambda s: s @ torch.ones(WORDS, 2, dtype=torch.float64),

@@ -251,7 +251,8 @@ class LazyLogits:
         if len(args) == 2 and func.__name__.strip("_") in _EITHER_WAY and isinstance(args[0], Tensor):
             args = args[::-1]  # a scale that stands before them
         first = args[0] if args else kwargs.get("input")
-        others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits) and each is not first]
+        others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits)]
+        others = others[isinstance(first, LazyLogits) :]  # the same ones twice are two
         if isinstance(first, LazyLogits) and first._value is None and not others:
             rest = args[1:]
             named = {name: value for name, value in kwargs.items() if args or name != "input"}
