@@ -9,8 +9,8 @@ from tests.support.launch import ROOT
 
 ROOMS = ROOT / "src" / "ullage"
 #: Lines of a room at most, rounded up to 50; "" is for the modules of no room. The search in "mixers" came before all
-#: that it replaces has gone: the module calls read off the stack in "attention", and in "mixers" the shapes of
-#: ``by_lengths`` and the first module of a proof.
+#: that it replaces has gone: the module calls read off the stack in "attention", and in "mixers" the shapes that
+#: ``by_lengths`` tells apart where a model runs as a whole.
 BUDGET = {
     "": 100,
     "attention": 3150,

@@ -191,11 +191,13 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | Litera
 
     # Parts of many models are float32 by themselves, whatever their weights are.
     is_double = any(each.dtype == torch.float64 for each in model.parameters())
+    is_large = sum(each.numel() for each in model.parameters()) >= _LARGE
 
     def problem() -> str | None:
         for training in (False, True):
             options: dict[str, Any] = {"training": training, "backward": training or verify is None}
             options["parameters"] = not training and verify is None and not is_double
+            options["others"] = training or not is_large  # which takes seconds there
             found = problem_of(lambda: prove(model, trial, **options))  # noqa: B023
             # Some models take other fields in training, which nobody has drawn.
             if found is not None and not (verify is None and training and FAILS_ALONE in found):

@@ -163,6 +163,7 @@ def prove(
     dtype: torch.dtype | None = None,
     agree: Callable[[bool], bool] = bool,
     in_step: bool = False,
+    others: bool = True,
 ) -> Proof:
     """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
 
@@ -177,6 +178,7 @@ def prove(
         agree: whether something holds on any rank, asked on all of them, where they make their calls together.
         in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
             not differentiated: a sequence without labels has no gradient of it, on one rank and not on another.
+        others: whether the row runs with other tokens in every second sequence too.
 
     Runs three times the row's tokens and those of its shortest sequence, forward and backward; once more where nobody
     knows what the loss is a mean of. Where something differs, the row runs again, and once more all of it. Trials of as
@@ -199,13 +201,13 @@ def prove(
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
         before = packed
-        if trial.counts is None and packed.loss is not None and run.with_loss:
+        if others and trial.counts is None and packed.loss is not None and run.with_loss:
             run.has_any_loss = True  # whatever it is a mean of, it is the same mean
             before = run.packed(alone)
-        after = run.packed(alone, with_other_tokens(model, trial))
+        after = run.packed(alone, with_other_tokens(model, trial)) if others else before
         run.has_any_loss = False
         limits = limits_of(dtype or precision.dtype, _device(model))
-        proof.tokens = 3 * sum(sizes) + sizes[shortest]
+        proof.tokens = (2 + others) * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
 
