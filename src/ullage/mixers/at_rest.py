@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ullage.core.errors import InputError
 from ullage.mixers.forwards import CheckpointedRow, FoundForward
 
 #: Parts of the names of probabilities and scales of noise, as modules and configs hold them.
@@ -167,6 +168,22 @@ def input_embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(named, nn.Module) and not any(isinstance(part, nn.Embedding) for part in named.modules()):
         embeddings += [(path, module) for path, module in model.named_modules() if module is named]
     return embeddings
+
+
+def embedding_of(model: nn.Module) -> nn.Module:
+    """The table that a model embeds tokens by. Raises ``InputError`` for one that has none."""
+    get = getattr(model, "get_input_embeddings", None)
+    table = None
+    if get is not None:
+        try:
+            table = get()
+        except NotImplementedError:
+            table = None
+    if table is None:
+        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if table is None:
+        raise InputError("the model has no embedding of tokens", where=type(model).__name__)
+    return table
 
 
 def _is_restarted(module: nn.Module) -> bool:

@@ -41,11 +41,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ullage.attention.support import usable_tokens
 from ullage.core.columns import is_media
 from ullage.core.display import quantity
 from ullage.core.errors import InputError, first_line, listed
 from ullage.core.layout import Layout
-from ullage.mixers.at_rest import Leaf, at_rest
+from ullage.mixers.at_rest import Leaf, at_rest, embedding_of
 from ullage.mixers.axes import Digest, Recorder, specs_of
 from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
 from ullage.mixers.forwards import Forward, ModelForward
@@ -88,7 +89,7 @@ class TrialDifference:
     """One comparison.
 
     Attributes:
-        kind: "outputs", "loss" or "gradients".
+        kind: "outputs", "loss", "gradients", or "nan".
         name: which output, or which embedding.
         value: largest difference, relative to the largest number compared.
         limit: above which sequences do not get what they get alone.
@@ -164,6 +165,7 @@ def prove(
     agree: Callable[[bool], bool] = bool,
     in_step: bool = False,
     others: bool = True,
+    poison: bool = False,
 ) -> Proof:
     """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
 
@@ -179,6 +181,7 @@ def prove(
         in_step: whether ranks wait for each other in each call, forward and backward. Then the loss is compared, and
             not differentiated: a sequence without labels has no gradient of it, on one rank and not on another.
         others: whether the row runs with other tokens in every second sequence too.
+        poison: whether it runs with nan in what is embedded of them.
 
     Runs three times the row's tokens and those of its shortest sequence, forward and backward; once more where nobody
     knows what the loss is a mean of. Where something differs, the row runs again, and once more all of it. Trials of as
@@ -206,13 +209,14 @@ def prove(
             before = run.packed(alone)
         after = run.packed(alone, with_other_tokens(model, trial)) if others else before
         run.has_any_loss = False
+        spoiled = [*_poisoned(model, trial, call, alone, packed)] if poison else []
         limits = limits_of(dtype or precision.dtype, _device(model))
         proof.tokens = (2 + others) * sum(sizes) + sizes[shortest]
         has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
 
         def compared() -> list[TrialDifference]:
-            found = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties)]
+            found = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties), *spoiled]
             return found if proof.weak or has_ties else [*found, *_reaching(before, after, trial, limits, rounding)]
 
         # Sums of the same shape are added up in the same order, but for products of experts and for what a GPU does.
@@ -471,9 +475,8 @@ def _reaching(
     before: CallOutcome, after: CallOutcome, trial: Trial, limits: Limits, limit: float
 ) -> Iterator[TrialDifference]:
     """What other tokens in every second sequence change of the others: of their outputs, and of their gradients."""
-    kept = range(0, len(trial.sizes), 2)
     for name in before.outputs.keys() & after.outputs.keys():
-        both = ([outcome.outputs[name][place] for place in kept] for outcome in (after, before))
+        both = (outcome.outputs[name][::2] for outcome in (after, before))
         value = largest(*both) if isfinite(_most(before.outputs[name])) else 0.0
         told, most = f"{name}, as tokens of others change,", min(limit, limits.outputs)
         yield TrialDifference("outputs", told, value, most, leaks=True)
@@ -491,6 +494,25 @@ def _reaching(
     for name, value in worst.items():
         told = f"gradients at {name}, as tokens of others change,"
         yield TrialDifference("gradients", told, value, min(limit, limits.gradients), leaks=True)
+
+
+def _poisoned(
+    model: nn.Module, trial: Trial, call: nn.Module, alone: Sequence[CallOutcome], before: CallOutcome
+) -> Iterator[TrialDifference]:
+    """What nan in every second sequence changes of the others, by a token that none of them has."""
+    run, used = TrialRun(model, trial, call=call, backward=False), set(trial.packed["input_ids"].flatten().tolist())
+    token = next(each for each in usable_tokens(model).tolist() if each not in used)
+
+    def spoil(module: nn.Module, given: Any, output: Any) -> Any:
+        ids = given[0] if given else None
+        is_told = isinstance(ids, Tensor) and isinstance(output, Tensor) and output.shape[: ids.ndim] == ids.shape
+        return output.masked_fill((ids == token)[..., None], torch.nan) if is_told else output
+
+    with embedding_of(model).register_forward_hook(spoil):
+        after = run.packed(alone, with_other_tokens(model, trial, token))
+    for name in before.outputs.keys() & after.outputs.keys():
+        both = (outcome.outputs[name][::2] for outcome in (after, before))
+        yield TrialDifference("nan", f"{name}, with nan in others,", largest(*both), 0.0, leaks=True)
 
 
 def _changed_tables(before: Sequence[Leaf], after: Sequence[Leaf]) -> set[str]:

@@ -248,15 +248,15 @@ def _with_gaps(rows: Layout, there: Sequence[int], number: int) -> Layout:
     return UnequalRows(counts, dims)
 
 
-def with_other_tokens(model: nn.Module, trial: Trial) -> dict[str, Any]:
+def with_other_tokens(model: nn.Module, trial: Trial, token: int | None = None) -> dict[str, Any]:
     """The keywords of a trial's row with other tokens, and images, in every second sequence.
 
-    Tokens with a meaning stay.
+    Tokens with a meaning stay. ``token``: the only other one; images are nan beside it.
     """
     keywords, special = dict(trial.packed), torch.tensor([IGNORED_LABEL, *special_tokens(model)])
     random = torch.Generator().manual_seed(2)
     fields = {"input_ids": trial.sizes, "decoder_input_ids": trial.target_sizes, "labels": trial.target_sizes}
-    for name, sizes in fields.items():
+    for name, sizes in fields.items() if token is None else [("input_ids", trial.sizes)]:
         value = keywords.get(name)
         if sizes is None or not isinstance(value, Tensor) or value.is_floating_point():
             continue
@@ -265,28 +265,22 @@ def with_other_tokens(model: nn.Module, trial: Trial) -> dict[str, Any]:
         if len(rows) != len(sizes):
             continue
         tokens = torch.cat(rows).cpu()
-        pool = tokens[~torch.isin(tokens, special)].unique()
+        pool = tokens[~torch.isin(tokens, special)].unique() if token is None else torch.tensor([token])
         for place, row in enumerate(rows):
             if place % 2 and len(pool):
                 drawn = pool[torch.randint(len(pool), (len(row),), generator=random)].to(row)
                 rows[place] = torch.where(torch.isin(row, special.to(row)), row, drawn)
         joined = torch.nested.nested_tensor(rows, layout=torch.jagged) if value.is_nested else torch.cat(rows)[None]
         keywords[name] = joined
-    return keywords | _with_other_pixels(trial.packed, random)
-
-
-def _with_other_pixels(packed: Mapping[str, Any], random: torch.Generator) -> dict[str, Any]:
-    """The pixels of a row, others in every second sequence that has tokens; what is empty stays so."""
-    found = {}
-    there = packed["cu_seq_lens_q"].diff().nonzero().flatten().tolist() if ITEM_LENGTHS in packed else []
-    for name, bounds in packed.get(ITEM_LENGTHS, {}).items():
-        if name.startswith("pixel_") and packed[name].is_floating_point():
-            found[name] = packed[name].clone()
+    there = trial.packed["cu_seq_lens_q"].diff().nonzero().flatten().tolist() if ITEM_LENGTHS in keywords else []
+    for name, bounds in keywords.get(ITEM_LENGTHS, {}).items():
+        if name.startswith("pixel_") and keywords[name].is_floating_point():
+            keywords[name] = keywords[name].clone()
             for place in there[1::2]:
-                rows = found[name][int(bounds[place]) : int(bounds[place + 1])]
-                drawn = torch.randn(rows.shape, generator=random).to(rows)
-                rows.copy_(torch.where(rows == 0, rows, drawn))
-    return found
+                rows = keywords[name][int(bounds[place]) : int(bounds[place + 1])]
+                drawn = torch.randn(rows.shape, generator=random).to(rows) if token is None else torch.nan
+                rows.copy_(torch.where(rows == 0, rows, drawn))  # what is empty stays so
+    return keywords
 
 
 def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:

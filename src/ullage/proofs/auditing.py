@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ullage.core.display import Shown, quantity
@@ -22,7 +21,7 @@ from ullage.core.errors import InputError
 from ullage.mixers import CompetingSequences, PackedModel, is_packed, pack_model
 from ullage.mixers.at_rest import at_rest
 from ullage.mixers.packed_model import way_of
-from ullage.mixers.proof import largest, prove
+from ullage.mixers.proof import prove
 from ullage.mixers.wrappers import bare
 from ullage.proofs.samples import Sample, Samples
 
@@ -144,6 +143,8 @@ def audit(
         if handle is not None:
             handle.undo()
     report.images, report.without_images = samples.images, samples.without_images
+    if report.verdict == "exact" and "logits" not in {check.name for check in report.checks}:
+        report.verdict, report.reason = "refused", "none of its outputs has an entry for each token or sequence"
     failed = [check for check in report.checks if not check.passed]
     if failed:  # also before it was refused: so much is known
         report.verdict = "leak" if any(check.leaks for check in failed) else "differs"
@@ -236,12 +237,11 @@ def compare(samples: Samples) -> Iterator[Check]:
     # The same sequences in another order; one-token and empty neighbours; what begins only at a later token.
     yield from _proved(samples, short[::-1], {"outputs": "order"}, backward=False)
     yield from _proved(samples, neighbours, {"outputs": "neighbours"}, backward=False)
-    yield from _proved(samples, long, {"outputs": "long", "loss": "long: loss"}, backward=False)
-    with at_rest(samples.model, training=False):
-        # A poisoned sequence; experts add up the tokens of all sequences, nan among them, with weight 0, and so do
-        # kernels whose sequences share chunks, and the blocks of flex attention on a GPU.
-        if not samples.is_routed and not samples.shares_chunks and samples.device.type == "cpu":
-            yield Check("poison", _poison(samples, long), 0.0, leaks=True)
+    # Nan in a sequence; experts add up the tokens of all sequences, nan among them, with weight 0, and so do kernels
+    # whose sequences share chunks, and the blocks of flex attention on a GPU.
+    poison = not samples.is_routed and not samples.shares_chunks and samples.device.type == "cpu"
+    names = {"outputs": "long", "loss": "long: loss", "nan": "poison"}
+    yield from _proved(samples, long, names, backward=False, poison=poison)
     # Others in the longest sequence, where those before were in the shortest.
     proof = prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True)
     samples.where = samples.where or proof.module or ""
@@ -259,24 +259,13 @@ def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **opt
     proof = prove(bare(model), samples.trial(row), call=model, training=False, **options)
     samples.where = samples.where or proof.module or ""
     for kind, name in names.items():
-        for leaks, told in ((False, name), (True, f"{name}: other {_OTHERS.get(kind)}")):
+        for leaks, told in ((False, name), (True, f"{name}: other {_OTHERS[kind]}" if kind in _OTHERS else name)):
             of_kind = [each for each in proof.differences if each.kind == kind and each.leaks is leaks]
             if of_kind:
-                worst = max(of_kind, key=lambda each: each.value / each.limit)
+                worst = max(of_kind, key=lambda each: each.value / (each.limit or 1.0))
                 yield Check(told, worst.value, worst.limit, leaks)
 
 
 def _fitting(samples: Samples, lengths: Sequence[int]) -> list[int]:
     """Lengths as the model takes them; none stays none."""
     return [min(max(length, samples.least), samples.most) if length else 0 for length in lengths]
-
-
-@torch.no_grad()
-def _poison(samples: Samples, row: list[Sample]) -> float:
-    before, worst = samples.packed(row).logits, 0.0
-    for changed in range(len(row)):
-        kept = [place for place in range(len(row)) if place != changed]
-        with samples.poisoned(row, changed) as spoiled:
-            after = samples.packed(spoiled).logits
-        worst = max(worst, largest([after[place] for place in kept], [before[place] for place in kept]))
-    return worst

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from ullage.attention.heads import works_by_sequence
 from ullage.attention.support import special_tokens, usable_tokens
 from ullage.core.columns import IGNORED_LABEL, is_media
-from ullage.core.errors import InputError
 from ullage.mixers.forwards import FoundForward
 from ullage.mixers.items import alone_form
 from ullage.mixers.proof import is_routed
@@ -49,14 +47,6 @@ class Sample:
         return {name: value for name, value in self.others.items() if is_media(name)}
 
 
-@dataclass(frozen=True)
-class RowOutputs:
-    """What a model made of a row: for each sequence its logits, and the loss of all; None without labels."""
-
-    logits: list[Tensor]
-    loss: Tensor | None
-
-
 class Samples:
     """Sequences for one model, and its outputs for them.
 
@@ -77,9 +67,6 @@ class Samples:
         self.has_loss = True
         #: Tokens of the shortest and of the longest sequence that the model takes, as :meth:`settle` finds.
         self.least, self.most = 1, 16
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        table: Any = _embedding(model)
-        self.vocabulary = int(getattr(text, "vocab_size", None) or table.weight.shape[0])
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.special = special_tokens(model)
@@ -213,54 +200,6 @@ class Samples:
         labels = [{} if name is None else {name: each.labels} for each in row]
         return [{"input_ids": each.input_ids} | label | dict(each.others) for each, label in zip(row, labels)]
 
-    def packed(self, row: Sequence[Sample]) -> RowOutputs:
-        """All sequences in one row."""
-        outputs = self.model(**self._row(row), **self._without_cache())
-        logits, loss = _logits(outputs), _loss(outputs)
-        if self.by_sequence:
-            return RowOutputs([*logits], loss)
-        sizes = [len(sample.labels if self.is_encoder_decoder else sample.input_ids) for sample in row]
-        flat = logits[0] if logits.ndim == 3 else logits
-        if len(flat) != sum(sizes):
-            raise InputError(
-                "the model's outputs do not lie end to end",
-                expected=f"[1, {sum(sizes)}, ...]",
-                found=list(logits.shape),
-            )
-        return RowOutputs([*flat.split(sizes)], loss)
-
-    @contextmanager
-    def poisoned(self, row: Sequence[Sample], place: int) -> Iterator[list[Sample]]:
-        """The row with one sequence whose embeddings are nan: its tokens are one id, which no other sequence has."""
-        used = {int(token) for sample in row for token in (*sample.input_ids, *sample.labels.flatten())}
-        poison = next(token for token in range(self.vocabulary) if token not in used | self.special)
-        sample = row[place]
-        # Images are nan where they are not empty; their tokens stay.
-        images = {
-            name: torch.where(value == 0, value, torch.nan)
-            for name, value in sample.items.items()
-            if name.startswith("pixel_values")
-        }
-        is_text = torch.isin(sample.input_ids, self.usable.to(self.device))
-        ids = torch.where(is_text, poison, sample.input_ids) if images else torch.full_like(sample.input_ids, poison)
-        sample = replace(sample, input_ids=ids, others={**sample.others, **images})
-
-        def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
-            tokens = inputs[0] if inputs else None
-            if (
-                isinstance(tokens, Tensor)
-                and isinstance(output, Tensor)
-                and output.shape[: tokens.ndim] == tokens.shape
-            ):
-                return output.masked_fill((tokens == poison)[..., None], torch.nan)
-            return output
-
-        hook = _embedding(self.model).register_forward_hook(spoil)
-        try:
-            yield [*row[:place], sample, *row[place + 1 :]]
-        finally:
-            hook.remove()
-
     # Keywords.
 
     def _row(self, row: Sequence[Sample]) -> dict[str, Any]:
@@ -277,21 +216,6 @@ class Samples:
         return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
 
 
-def _embedding(model: nn.Module) -> nn.Module:
-    get = getattr(model, "get_input_embeddings", None)
-    table = None
-    if get is not None:
-        try:
-            table = get()
-        except NotImplementedError:
-            table = None
-    if table is None:
-        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if table is None:
-        raise InputError("the model has no embedding of tokens", where=type(model).__name__)
-    return table
-
-
 def _logits(outputs: Any) -> Tensor:
     if isinstance(outputs, dict):
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -301,7 +225,3 @@ def _logits(outputs: Any) -> Tensor:
             return torch.stack([outputs["start_logits"], outputs["end_logits"]], -1)
     parts = outputs.values() if isinstance(outputs, dict) else outputs
     return next(part for part in parts if isinstance(part, Tensor) and part.ndim >= 2)
-
-
-def _loss(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, dict) else None
