@@ -179,7 +179,7 @@ def embedding_of(model: nn.Module) -> nn.Module:
             table = get()
         except NotImplementedError:
             table = None
-    if table is None:
+    if not isinstance(table, nn.Module):
         table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if table is None:
         raise InputError("the model has no embedding of tokens", where=type(model).__name__)
