@@ -50,7 +50,7 @@ from ullage.mixers.at_rest import Leaf, at_rest, embedding_of
 from ullage.mixers.axes import Digest, Recorder, specs_of
 from ullage.mixers.by_lengths import SOURCES, TARGETS, PackedRow
 from ullage.mixers.forwards import Forward, ModelForward
-from ullage.mixers.trial import CallOutcome, Trial, TrialRun, with_other_tokens
+from ullage.mixers.trial import CallOutcome, Trial, TrialRun
 from ullage.mixers.ways import own_attention
 
 #: How the problem of a model begins that does not run a sequence, packed or not.
@@ -207,12 +207,13 @@ def prove(
         if others and trial.counts is None and packed.loss is not None and run.with_loss:
             run.has_any_loss = True  # whatever it is a mean of, it is the same mean
             before = run.packed(alone)
-        after = run.packed(alone, with_other_tokens(model, trial)) if others else before
+        after = run.packed(alone, run.with_other_tokens()) if others else before
         run.has_any_loss = False
-        spoiled = [*_poisoned(model, trial, call, alone, packed)] if poison else []
-        limits = limits_of(dtype or precision.dtype, _device(model))
+        spoiled = [*_poisoned(run.forward_only(), alone, packed)] if poison else []
+        has_experts = is_routed(model)
+        limits = limits_of(dtype or precision.dtype, run.device)
         proof.tokens = (2 + others) * sum(sizes) + sizes[shortest]
-        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and is_routed(model)
+        has_ties = limits.outputs > _LIMITS[torch.float32].outputs and has_experts
         limits = _settle(proof, limits, _difference_of_repeats(alone[shortest], again))
 
         def compared() -> list[TrialDifference]:
@@ -220,7 +221,7 @@ def prove(
             return found if proof.weak or has_ties else [*found, *_reaching(before, after, trial, limits, rounding)]
 
         # Sums of the same shape are added up in the same order, but for products of experts and for what a GPU does.
-        is_exact = not is_routed(model) and _device(model).type == "cpu"
+        is_exact = not has_experts and run.device.type == "cpu"
         rounding = max(16 * torch.finfo(dtype or precision.dtype or torch.float32).eps, 1e-9) if is_exact else inf
         proof.differences = compared()
         if agree(not proof.passed):
@@ -232,7 +233,7 @@ def prove(
                 proof.differences = compared()
             # Where only gradients differ, no module's output does.
             if agree(any(not each.passed for each in proof.differences if each.kind != "gradients")):
-                proof.module = _first_module(model, trial, call, limits.outputs / 4)
+                proof.module = _first_module(run.forward_only(), limits.outputs / 4)
                 proof.tokens += 2 * sum(sizes)
     proof.seconds = time.perf_counter() - begun
     return proof
@@ -294,10 +295,6 @@ def _most(values: Sequence[Tensor]) -> float:
     """Largest absolute number; nan where one is."""
     each = [value.detach().abs().max().double() for value in values if value.numel()]
     return float(torch.stack(each).max()) if each else 0.0
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def _settle(proof: Proof, limits: Limits, repeated: tuple[float, float]) -> Limits:
@@ -496,20 +493,18 @@ def _reaching(
         yield TrialDifference("gradients", told, value, min(limit, limits.gradients), leaks=True)
 
 
-def _poisoned(
-    model: nn.Module, trial: Trial, call: nn.Module, alone: Sequence[CallOutcome], before: CallOutcome
-) -> Iterator[TrialDifference]:
+def _poisoned(run: TrialRun, alone: Sequence[CallOutcome], before: CallOutcome) -> Iterator[TrialDifference]:
     """What nan in every second sequence changes of the others, by a token that none of them has."""
-    run, used = TrialRun(model, trial, call=call, backward=False), set(trial.packed["input_ids"].flatten().tolist())
-    token = next(each for each in usable_tokens(model).tolist() if each not in used)
+    used = set(run.trial.packed["input_ids"].flatten().tolist())
+    token = next(each for each in usable_tokens(run.model).tolist() if each not in used)
 
     def spoil(module: nn.Module, given: Any, output: Any) -> Any:
         ids = given[0] if given else None
         is_told = isinstance(ids, Tensor) and isinstance(output, Tensor) and output.shape[: ids.ndim] == ids.shape
         return output.masked_fill((ids == token)[..., None], torch.nan) if is_told else output
 
-    with embedding_of(model).register_forward_hook(spoil):
-        after = run.packed(alone, with_other_tokens(model, trial, token))
+    with embedding_of(run.model).register_forward_hook(spoil):
+        after = run.packed(alone, run.with_other_tokens(token))
     for name in before.outputs.keys() & after.outputs.keys():
         both = (outcome.outputs[name][::2] for outcome in (after, before))
         yield TrialDifference("nan", f"{name}, with nan in others,", largest(*both), 0.0, leaks=True)
@@ -538,19 +533,19 @@ def _rows_kept(before: Tensor | None, after: Tensor | None, trial: Trial) -> Ten
 # The first module of a model in which a packed row differs from its sequences alone.
 
 
-def _first_module(model: nn.Module, trial: Trial, call: nn.Module, limit: float) -> str | None:
+def _first_module(run: TrialRun, limit: float) -> str | None:
     """The path and class of the innermost module whose output differs and whose input does not; None without one.
 
     What lies within modules that run by lengths gets sequences, not the row, and is not looked at. ``limit``: of the
     relative difference.
     """
+    model, trial, device = run.model, run.trial, run.device
     forwards = {path: vars(each).get("forward") for path, each in model.named_modules()}
     whole = forwards[""]
     if isinstance(whole, ModelForward) and whole.runs_whole:
         return whole.way.cause or None
     without = [path for path, each in forwards.items() if path and isinstance(each, Forward)]
-    run = TrialRun(model, trial, call=call, backward=False)
-    targets, device = trial.target_sizes, _device(model)
+    targets = trial.target_sizes
     ends = [int(np.argmin(trial.sizes)), int(np.argmax(trial.sizes))]
     sizes = [{SOURCES: trial.sizes[k]} | ({} if targets is None else {TARGETS: targets[k]}) for k in ends]
     with own_attention(model):

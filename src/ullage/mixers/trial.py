@@ -248,41 +248,6 @@ def _with_gaps(rows: Layout, there: Sequence[int], number: int) -> Layout:
     return UnequalRows(counts, dims)
 
 
-def with_other_tokens(model: nn.Module, trial: Trial, token: int | None = None) -> dict[str, Any]:
-    """The keywords of a trial's row with other tokens, and images, in every second sequence.
-
-    Tokens with a meaning stay. ``token``: the only other one; images are nan beside it.
-    """
-    keywords, special = dict(trial.packed), torch.tensor([IGNORED_LABEL, *special_tokens(model)])
-    random = torch.Generator().manual_seed(2)
-    fields = {"input_ids": trial.sizes, "decoder_input_ids": trial.target_sizes, "labels": trial.target_sizes}
-    for name, sizes in fields.items() if token is None else [("input_ids", trial.sizes)]:
-        value = keywords.get(name)
-        if sizes is None or not isinstance(value, Tensor) or value.is_floating_point():
-            continue
-        is_row = not value.is_nested and tuple(value.shape) == (1, sum(sizes))
-        rows = list(value.unbind()) if value.is_nested else list(value[0].split(list(sizes))) if is_row else []
-        if len(rows) != len(sizes):
-            continue
-        tokens = torch.cat(rows).cpu()
-        pool = tokens[~torch.isin(tokens, special)].unique() if token is None else torch.tensor([token])
-        for place, row in enumerate(rows):
-            if place % 2 and len(pool):
-                drawn = pool[torch.randint(len(pool), (len(row),), generator=random)].to(row)
-                rows[place] = torch.where(torch.isin(row, special.to(row)), row, drawn)
-        joined = torch.nested.nested_tensor(rows, layout=torch.jagged) if value.is_nested else torch.cat(rows)[None]
-        keywords[name] = joined
-    there = trial.packed["cu_seq_lens_q"].diff().nonzero().flatten().tolist() if ITEM_LENGTHS in keywords else []
-    for name, bounds in keywords.get(ITEM_LENGTHS, {}).items():
-        if name.startswith("pixel_") and keywords[name].is_floating_point():
-            keywords[name] = keywords[name].clone()
-            for place in there[1::2]:
-                rows = keywords[name][int(bounds[place]) : int(bounds[place + 1])]
-                drawn = torch.randn(rows.shape, generator=random).to(rows) if token is None else torch.nan
-                rows.copy_(torch.where(rows == 0, rows, drawn))  # what is empty stays so
-    return keywords
-
-
 def _targets_of(model: nn.Module, sample: Mapping[str, Tensor]) -> list[str]:
     """The fields of a sample that are targets of an encoder-decoder; none of any other model."""
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -366,6 +331,7 @@ class TrialRun:
 
     def __init__(self, model: nn.Module, trial: Trial, *, call: nn.Module, backward: bool) -> None:
         self.model, self.trial, self._call, self._backward = model, trial, call, backward
+        self.device = next((each.device for each in model.parameters()), torch.device("cpu"))
         #: Names of the outputs that are looked at; all if None.
         self.only: frozenset[str] | None = None
         #: Whether the loss is differentiated too, where it is known what it is a mean of.
@@ -410,6 +376,45 @@ class TrialRun:
             count = sum(self.trial.counts or ()) or sum(self.trial.sizes) * self.has_any_loss
             gradients = self._gradients(named, range(len(alone)), leaves, (loss, count))
         return CallOutcome(_detach(named), _detach_loss(loss), leaves, *gradients, left)
+
+    def forward_only(self) -> TrialRun:
+        """The same calls without gradients."""
+        return TrialRun(self.model, self.trial, call=self._call, backward=False)
+
+    def with_other_tokens(self, token: int | None = None) -> dict[str, Any]:
+        """The keywords of the row with other tokens, and images, in every second sequence.
+
+        Tokens with a meaning stay. ``token``: the only other one; images are nan beside it.
+        """
+        trial, special = self.trial, torch.tensor([IGNORED_LABEL, *special_tokens(self.model)])
+        keywords = dict(trial.packed)
+        random = torch.Generator().manual_seed(2)
+        fields = {"input_ids": trial.sizes, "decoder_input_ids": trial.target_sizes, "labels": trial.target_sizes}
+        for name, sizes in fields.items() if token is None else [("input_ids", trial.sizes)]:
+            value = keywords.get(name)
+            if sizes is None or not isinstance(value, Tensor) or value.is_floating_point():
+                continue
+            is_row = not value.is_nested and tuple(value.shape) == (1, sum(sizes))
+            rows = list(value.unbind()) if value.is_nested else list(value[0].split(list(sizes))) if is_row else []
+            if len(rows) != len(sizes):
+                continue
+            tokens = torch.cat(rows).cpu()
+            pool = tokens[~torch.isin(tokens, special)].unique() if token is None else torch.tensor([token])
+            for place, row in enumerate(rows):
+                if place % 2 and len(pool):
+                    drawn = pool[torch.randint(len(pool), (len(row),), generator=random)].to(row)
+                    rows[place] = torch.where(torch.isin(row, special.to(row)), row, drawn)
+            joined = torch.nested.nested_tensor(rows, layout=torch.jagged) if value.is_nested else torch.cat(rows)[None]
+            keywords[name] = joined
+        there = trial.packed["cu_seq_lens_q"].diff().nonzero().flatten().tolist() if ITEM_LENGTHS in keywords else []
+        for name, bounds in keywords.get(ITEM_LENGTHS, {}).items():
+            if name.startswith("pixel_") and keywords[name].is_floating_point():
+                keywords[name] = keywords[name].clone()
+                for place in there[1::2]:
+                    rows = keywords[name][int(bounds[place]) : int(bounds[place + 1])]
+                    drawn = torch.randn(rows.shape, generator=random).to(rows) if token is None else torch.nan
+                    rows.copy_(torch.where(rows == 0, rows, drawn))  # what is empty stays so
+        return keywords
 
     def _has_entries(self, value: Tensor, place: int) -> bool:
         """Whether an output of a sequence alone has an entry for each token, or is one for the sequence."""
