@@ -189,15 +189,15 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | Litera
         put_in(model, ways[-1])
         return PackedModel(model, ways[-1])
 
-    # Parts of many models are float32 by themselves, whatever their weights are.
+    # In evaluation more of a small model of which nobody gave samples; of a large one it takes half a minute and three
+    # times its memory. Parts of many models are float32 by themselves, whatever their weights are.
+    is_more = verify is None and _numel(model) < _LARGE
     is_double = any(each.dtype == torch.float64 for each in model.parameters())
-    is_large = sum(each.numel() for each in model.parameters()) >= _LARGE
 
     def problem() -> str | None:
         for training in (False, True):
-            options: dict[str, Any] = {"training": training, "backward": training or verify is None}
-            options["parameters"] = not training and verify is None and not is_double
-            options["others"] = training or not is_large  # which takes seconds there
+            options = {"training": training, "backward": training or is_more, "others": training or is_more}
+            options["parameters"] = is_more and not training and not is_double
             found = problem_of(lambda: prove(model, trial, **options))  # noqa: B023
             # Some models take other fields in training, which nobody has drawn.
             if found is not None and not (verify is None and training and FAILS_ALONE in found):
@@ -329,11 +329,15 @@ def _kinds_of(model: nn.Module) -> set[Any]:
     return kinds
 
 
+def _numel(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
 def _is_native_with_fewer_layers(model: nn.Module) -> bool:
     """Whether a large model of transformers would be native with two layers, of which it has more of the same."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    if getattr(text, "num_hidden_layers", 0) < 4 or sum(each.numel() for each in model.parameters()) < _LARGE:
+    if getattr(text, "num_hidden_layers", 0) < 4 or _numel(model) < _LARGE:
         return False
     try:
         small = copy_by_configuration(model, layers=2)
