@@ -496,7 +496,9 @@ def _reaching(
 def _poisoned(run: TrialRun, alone: Sequence[CallOutcome], before: CallOutcome) -> Iterator[TrialDifference]:
     """What nan in every second sequence changes of the others, by a token that none of them has."""
     used = set(run.trial.packed["input_ids"].flatten().tolist())
-    token = next(each for each in usable_tokens(run.model).tolist() if each not in used)
+    token = next((each for each in usable_tokens(run.model).tolist() if each not in used), None)
+    if token is None:  # each token of a tiny vocabulary is there
+        return
 
     def spoil(module: nn.Module, given: Any, output: Any) -> Any:
         ids = given[0] if given else None
