@@ -79,8 +79,7 @@ def samples_of(model: Any, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str,
     with at_rest(model, training=False):
         drawing.settle()
     row = drawing.draw([min(max(length, drawing.least), drawing.most) for length in lengths])
-    with_labels = drawing.has_loss or drawing.is_encoder_decoder
-    return [{"input_ids": each.input_ids} | ({"labels": each.labels} if with_labels else {}) for each in row]
+    return drawing.fields(row)
 
 
 # Leaks.
@@ -205,7 +204,7 @@ def gradients_off(model: Any, *, training: bool) -> float:
 
     Of outputs, weighed at random, and of the loss, each beside the largest gradient of its own.
     """
-    inner, trial = bare(model), trial_of(bare(model), samples_of(model))
+    inner, trial = bare(model), trial_of(bare(model), samples_of(model), believed=True)
     with at_rest(model, training=training):
         random = torch.Generator().manual_seed(0)
         alone = [inner(**each) for each in trial.alone]

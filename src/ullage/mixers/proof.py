@@ -495,7 +495,9 @@ def _reaching(
 
 def _poisoned(run: TrialRun, alone: Sequence[CallOutcome], before: CallOutcome) -> Iterator[TrialDifference]:
     """What nan in every second sequence changes of the others, by a token that none of them has."""
-    used = set(run.trial.packed["input_ids"].flatten().tolist())
+    fields = [run.trial.packed.get(name) for name in ("input_ids", "decoder_input_ids", "labels")]
+    rows = [each.values() if each.is_nested else each for each in fields if isinstance(each, Tensor)]
+    used = {token for row in rows for token in row.flatten().tolist()}
     token = next((each for each in usable_tokens(run.model).tolist() if each not in used), None)
     if token is None:  # each token of a tiny vocabulary is there
         return
