@@ -196,7 +196,8 @@ def pack_model(model: nn.Module, *, verify: Sequence[Mapping[str, Any]] | Litera
 
     def problem() -> str | None:
         for training in (False, True):
-            options = {"training": training, "backward": training or is_more, "others": training or is_more}
+            options: dict[str, Any] = dict.fromkeys(("backward", "others"), training or is_more)
+            options["training"] = training
             options["parameters"] = is_more and not training and not is_double
             found = problem_of(lambda: prove(model, trial, **options))  # noqa: B023
             # Some models take other fields in training, which nobody has drawn.
