@@ -223,6 +223,7 @@ class Search(Watch):
     def _note_told(self, path: str, number: int, given: Any) -> None:
         """Note by which keywords a module is told the lengths, if its kernels keep sequences apart then."""
         known, module = self.found.told.pop(path, None), self.model.get_submodule(path)
+        restarts = set(self.found.restarts)
         for keywords in _LENGTHS_OF_KERNELS if known is None else (known,):
             forward = FoundForward(module, replace(self.found, told={path: keywords}), path)
             taken = forward.parameters
@@ -233,13 +234,14 @@ class Search(Watch):
                 with row_in_force(None):
                     arguments, named = forward.told(self.row, *_copied(given))
                     output = forward.own(*arguments, **named)
-                if not isinstance(output, _Failed) and self._checked(path, number, False, output)[1]:
+                is_right = not isinstance(output, _Failed) and self._checked(path, number, False, output)[1]
+                if is_right and self.found.restarts == restarts:
                     self.found.told[path] = keywords
                     return
             except Exception:  # whatever it raises, it is not told so
                 continue
             finally:
-                self.is_quiet = False
+                self.is_quiet, self.found.restarts = False, restarts
 
     def _takes_restarted(self, path: str) -> bool:
         return any(where == path and is_given for where, is_given, _ in self.found.restarts)
