@@ -266,7 +266,7 @@ def test_on_github_a_leak_is_told_beside_its_class_and_in_the_summary(own_models
     assert f"::error file=own_models.py,line={line},title=ullage audit::Shifted: leak (" in told.stderr
     summary = (own_models / "summary.md").read_text()
     assert summary.startswith("### ullage audit: leak\n\nShifted (llama): attention sdpa, on cpu\n\n| check |")
-    assert re.search(r"\| long: other tokens \| .* \| 2e-06 \| leak \|", summary)
+    assert re.search(r"\| long: other tokens \| .* \| no bit \| leak \|", summary)
 
 
 _OWN_CODE = """

@@ -166,6 +166,7 @@ def prove(
     in_step: bool = False,
     others: bool = True,
     poison: bool = False,
+    bits: bool = False,
 ) -> Proof:
     """Run the sequences of a trial alone and as a row, and compare. Changes nothing of the model.
 
@@ -182,6 +183,7 @@ def prove(
             not differentiated: a sequence without labels has no gradient of it, on one rank and not on another.
         others: whether the row runs with other tokens in every second sequence too.
         poison: whether it runs with nan in what is embedded of them.
+        bits: whether other tokens may change no bit of the others, on a CPU; else their last digits.
 
     Runs three times the row's tokens and those of its shortest sequence, forward and backward; once more where nobody
     knows what the loss is a mean of. Where something differs, the row runs again, and once more all of it. Trials of as
@@ -222,7 +224,8 @@ def prove(
 
         # Sums of the same shape are added up in the same order, but for products of experts and for what a GPU does.
         is_exact = not has_experts and run.device.type == "cpu"
-        rounding = max(16 * torch.finfo(dtype or precision.dtype or torch.float32).eps, 1e-9) if is_exact else inf
+        digits = 0.0 if bits else max(16 * torch.finfo(dtype or precision.dtype or torch.float32).eps, 1e-9)
+        rounding = digits if is_exact else inf
         proof.differences = compared()
         if agree(not proof.passed):
             # One sequence may have been the same twice by chance.

@@ -243,7 +243,8 @@ def compare(samples: Samples) -> Iterator[Check]:
     names = {"outputs": "long", "loss": "long: loss", "nan": "poison"}
     yield from _proved(samples, long, names, backward=False, poison=poison)
     # Others in the longest sequence, where those before were in the shortest.
-    proof = prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True)
+    bits = not samples.shares_chunks
+    proof = prove(bare(samples.model), samples.trial([*long[1:], *long[:1]]), training=True, bits=bits)
     samples.where = samples.where or proof.module or ""
     for difference in proof.differences:
         name = f"other {_OTHERS[difference.kind]}" if difference.leaks else difference.name
@@ -255,7 +256,7 @@ def _proved(samples: Samples, row: list[Sample], names: Mapping[str, str], **opt
 
     And one for what other tokens in every second sequence change.
     """
-    model = samples.model
+    model, options = samples.model, options | {"bits": not samples.shares_chunks}
     proof = prove(bare(model), samples.trial(row), call=model, training=False, **options)
     samples.where = samples.where or proof.module or ""
     for kind, name in names.items():
