@@ -205,12 +205,7 @@ def prove(
             # What has no entry for each token or sequence would count in the gradients of one side alone.
             run.only = frozenset(packed.outputs).intersection(*(each.outputs for each in (again, *alone)))
             again, alone, packed = _run_all(run, shortest)
-        before = packed
-        if others and trial.counts is None and packed.loss is not None and run.with_loss:
-            run.has_any_loss = True  # whatever it is a mean of, it is the same mean
-            before = run.packed(alone)
-        after = run.packed(alone, run.with_other_tokens()) if others else before
-        run.has_any_loss = False
+        changed = _with_others(run, alone, packed) if others else None
         spoiled = [*_poisoned(run.forward_only(), alone, packed)] if poison else []
         has_experts = is_routed(model)
         limits = limits_of(dtype or precision.dtype, run.device)
@@ -220,7 +215,9 @@ def prove(
 
         def compared() -> list[TrialDifference]:
             found = [*missed, *_compare(proof, trial, alone, packed, limits, has_ties), *spoiled]
-            return found if proof.weak or has_ties else [*found, *_reaching(before, after, trial, limits, rounding)]
+            if changed is not None and not proof.weak and not has_ties:
+                found += _reaching(*changed, trial, limits, rounding)
+            return found
 
         # Sums of the same shape are added up in the same order, but for products of experts and for what a GPU does.
         is_exact = not has_experts and run.device.type == "cpu"
@@ -469,6 +466,17 @@ def _join_items(
 
 # Other tokens in every second sequence: nothing of the others may change, which finds what is smaller than the
 # roundings of other shapes.
+
+
+def _with_others(run: TrialRun, alone: Sequence[CallOutcome], packed: CallOutcome) -> tuple[CallOutcome, CallOutcome]:
+    """The row, and the row with other tokens, both with the gradients of the loss where the run has a loss."""
+    before = packed
+    if run.trial.counts is None and packed.loss is not None and run.with_loss:
+        run.has_any_loss = True  # whatever it is a mean of, it is the same mean
+        before = run.packed(alone)
+    after = run.packed(alone, run.with_other_tokens())
+    run.has_any_loss = False
+    return before, after
 
 
 def _reaching(
