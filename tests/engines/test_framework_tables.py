@@ -221,7 +221,7 @@ def named(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("llamafactory", "miles")]:
+    for name in [name for name in sys.modules.copy() if name.partition(".")[0] in ("llamafactory", "miles")]:
         del sys.modules[name]
 
 

@@ -40,7 +40,7 @@ def packing(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module(MODULE)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+    for name in [name for name in sys.modules.copy() if name.partition(".")[0] == "swift"]:
         del sys.modules[name]
 
 

@@ -126,7 +126,7 @@ def test_a_pickle_and_a_saved_folder_are_those_of_the_unpacked_model(tmp_path, m
     # It is read and runs where there is no ullage.
     torch.save(model, tmp_path / "model.pt")
     with monkeypatch.context() as without:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "ullage"]:
+        for name in [name for name in sys.modules.copy() if name.partition(".")[0] == "ullage"]:
             without.setitem(sys.modules, name, None)
         read = torch.load(tmp_path / "model.pt", weights_only=False)
         assert read.config._attn_implementation != "ullage"

@@ -27,6 +27,7 @@ READ_AT_IMPORT = (
 #: What pytest's workers find imported.
 WORKERS = ["torch", "training", "trl", "megatron"]
 READ_LATER = (
+    "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING",  # which the planner sets for as long as it imports numba, in its thread
     "OMP_WAIT_POLICY",  # which the training verb sets where it is imported, as the next
     "TORCH_CPP_LOG_LEVEL",
     "DS_ACCELERATOR",
