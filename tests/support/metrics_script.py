@@ -61,7 +61,7 @@ def make_trainer(name, folder, collator=None, samples=None, **options):
     functions = {
         key: options.pop(key) for key in ("compute_metrics", "preprocess_logits_for_metrics") if key in options
     }
-    options = {"per_device_eval_batch_size": 3, "ragged_predictions": True, **options}
+    options = {"per_device_eval_batch_size": 3, **options}
     samples = samples_for(name) if samples is None else samples
     return Trainer(
         MODELS[name](),
@@ -85,7 +85,8 @@ def seen(name, folder, *, batchwise=False, stream=False, **options):
 
     def compute_metrics(given, compute_result=None):
         if batchwise:  # as transformers gives them, who says that they are computed with torch
-            assert all(isinstance(entry, torch.Tensor) for entry in (*given.predictions, *given.inputs, given.losses))
+            given.inputs = given.inputs["input_ids"]
+            assert all(isinstance(entry, torch.Tensor) for entry in (given.predictions, given.inputs, given.losses))
         whole = {key: lists(getattr(given, key)) for key in ("predictions", "label_ids", "inputs", "losses")}
         calls.append({**whole, "compute_result": compute_result})
         return {"number": sum(len(call["label_ids"]) for call in calls)}

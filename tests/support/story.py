@@ -169,7 +169,7 @@ def make_trainer(case, output_dir, *, train=32, evaluation=13, iterable=False, *
     arguments = {
         "max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2,
         "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "disable_tqdm": True,
-        "save_strategy": "no", "ragged_predictions": True, **arguments,
+        "save_strategy": "no", **arguments,
     }  # fmt: skip
     kind = Stream if iterable else Samples
     return Trainer(
@@ -185,6 +185,13 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def real(rows, labels):
+    """Padded rows without what lies behind the last label of each; rows of one value as they are."""
+    return [
+        row[: int((label != -100).sum())].tolist() if label.ndim else row.tolist() for row, label in zip(rows, labels)
+    ]
+
+
 def run_case(case, folder, options):
     """Trains, evaluates and predicts; what came of it, as plain numbers."""
     trainer = make_trainer(case, folder, **options)
@@ -194,8 +201,8 @@ def run_case(case, folder, options):
     return {
         "losses": losses(trainer),
         "eval_loss": metrics["eval_loss"],
-        "predictions": [p.tolist() for p in output.predictions],
-        "labels": [p.tolist() for p in output.label_ids],
+        "predictions": real(output.predictions, output.label_ids),
+        "labels": real(output.label_ids, output.label_ids),
         "tokens": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,
     }

@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 
 def predict(model, samples, folder, *, batch_size=3, **options):
-    arguments = quiet(folder, per_device_eval_batch_size=batch_size, ragged_predictions=True, **options)
+    arguments = quiet(folder, per_device_eval_batch_size=batch_size, **options)
     return Trainer(model.eval(), arguments, data_collator=RaggedCollator()).predict(samples)
 
 
@@ -37,53 +37,49 @@ def test_a_classifier_gives_rows_even_where_they_look_like_tokens(tmp_path, leng
     assert output.label_ids is None
 
 
-def test_what_is_nested_comes_back_nested_and_without_padding(tmp_path):
-    """Logits, hidden states of each layer, and attention, whose heads are as many as the longest row has tokens."""
+def test_what_is_nested_comes_back_nested(tmp_path):
+    """Logits, and hidden states of each layer."""
     lengths = [1, 4, 2, 3, 1]
     samples = [{"input_ids": [3 + i] * n, "labels": [-100] + [1] * (n - 1)} for i, n in enumerate(lengths)]
-    eager = bert(
-        hf.BertForTokenClassification, output_hidden_states=True, output_attentions=True, attn_implementation="eager"
-    )
-    logits, hidden, attentions = predict(eager, samples, tmp_path).predictions
-    assert [entry.shape for entry in logits] == [(n, 3) for n in lengths]
-    assert (len(hidden), len(attentions)) == (3, 2)
-    for layer in hidden:
-        assert [entry.shape for entry in layer] == [(n, 16) for n in lengths]
-    for layer in attentions:
-        assert [entry.shape for entry in layer] == [(4, n, n) for n in lengths]
-        assert all(np.allclose(entry.sum(-1), 1, atol=1e-5) for entry in layer)  # nobody looks at what was cut
+    model = bert(hf.BertForTokenClassification, output_hidden_states=True)
+    logits, hidden = predict(model, samples, tmp_path).predictions
+    assert logits.shape == (5, 4, 3)
+    assert [layer.shape for layer in hidden] == [(5, 4, 16)] * 3
+    for row, number, sample in zip(hidden[-1], lengths, samples, strict=True):
+        alone = model(torch.tensor([sample["input_ids"]]), output_hidden_states=True).hidden_states[-1][0]
+        assert np.allclose(row[:number], alone.detach(), atol=1e-5)
 
 
-class Verbose(nn.Module):
-    """A user's own: bfloat16, a dict inside, and things that are no tensors."""
+class Packed(nn.Module):
+    """A user's own, of packed rows alone: it knows no mask."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(story.VOCAB, 4)
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None):
+    def forward(self, input_ids=None, cu_seq_lens_q=None, labels=None, **_):
         logits = self.embedding(input_ids).bfloat16()
-        more = {"sizes": input_ids.sum(1), "nothing": None, "text": "no prediction", "pair": (logits[..., 0], None)}
         loss = None if labels is None else logits.float().mean()
-        return ModelOutput(loss=loss, logits=logits, more=more)
+        return ModelOutput(loss=loss, logits=logits, firsts=logits[0, cu_seq_lens_q[:-1].long(), 0])
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_bfloat16_dicts_and_strangers_among_the_outputs(tmp_path, number):
+def test_a_model_of_packed_rows_alone_gives_padded_ones(tmp_path, number):
     samples = [{"input_ids": list(range(1, n + 1)), "labels": [0] * n} for n in (2, 1, 3, 5)[:number]]
-    logits, more = predict(Verbose(), samples, tmp_path, batch_size=2).predictions
-    lengths = [len(s["labels"]) for s in samples]
-    assert [entry.shape for entry in logits] == [(n, 4) for n in lengths]
-    assert all(entry.dtype == np.float32 for entry in logits)
-    assert more.keys() == {"sizes", "pair"}
-    assert [entry.shape for entry in more["pair"][0]] == [(n,) for n in lengths]
-    assert more["sizes"].tolist() == [sum(s["input_ids"]) for s in samples]
+    model = Packed()
+    logits, firsts = predict(model, samples, tmp_path, batch_size=2).predictions
+    assert (logits.shape, logits.dtype) == ((number, 5 if number > 1 else 2, 4), np.float32)
+    for row, first, sample in zip(logits, firsts, samples, strict=True):
+        there = model.embedding(torch.tensor(sample["input_ids"])).bfloat16().float().detach().numpy()
+        assert np.array_equal(row[: len(there)], there)
+        assert (row[len(there) :] == -100).all()
+        assert first == there[0, 0]
 
 
 def test_batches_may_stay_apart(tmp_path):
     samples = [{"input_ids": [3] * n, "labels": [4] * n} for n in (2, 1, 3, 5)]
-    output = predict(Verbose(), samples, tmp_path, eval_do_concat_batches=False)
-    assert [[entry.tolist() for entry in batch] for batch in output.label_ids] == [[[4, 4], [4], [4, 4, 4]], [[4] * 5]]
+    output = predict(Packed(), samples, tmp_path, eval_do_concat_batches=False)
+    assert [batch.tolist() for batch in output.label_ids] == [[[4, 4, -100], [4, -100, -100], [4, 4, 4]], [[4] * 5]]
 
 
 @pytest.mark.parametrize("batchwise", [False, True])

@@ -162,11 +162,6 @@ def test_arrays_are_those_of_transformers(name, form, tmp_path):
     mine = run(Trainer, TrainingArguments, name, form, tmp_path, **packed)
     assert_same(mine.predictions, theirs.predictions, exactly=form == "padded")
     first = theirs.predictions[0] if isinstance(theirs.predictions, tuple) else theirs.predictions
-    if "ragged" in form and name != "classes" and name != "t5":
-        found = mine.predictions[0] if isinstance(mine.predictions, tuple) else mine.predictions
-        for row, length in zip(found, LENGTHS, strict=True):
-            assert not (row[:length] == -100).any()
-            assert (row[length:] == -100).all() or found.dtype == np.int64  # chosen from rows of -100
     assert len(first) == len(LENGTHS)
     if theirs.label_ids is None:
         assert mine.label_ids is None

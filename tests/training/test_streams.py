@@ -1,7 +1,6 @@
 """Iterable data under packing: every sample once per epoch on one process and two, and runs that continue exactly."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -14,7 +13,7 @@ from tests.support import packing_script, shared_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.training.batches.sampling import StreamParts, divide_exactly
-from ullage.training.evaluator import evaluation_loader
+from ullage.training.evaluation import require_whole
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
 EVERY = list(range(10, 33))
@@ -206,9 +205,8 @@ def divided():
 
 
 def test_a_divided_stream_is_not_evaluated_in_part():
-    ranks = SimpleNamespace(args=SimpleNamespace(world_size=2), data_collator=None)
     with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
-        evaluation_loader(ranks, divided(), "Evaluation", 4)
+        require_whole(divided(), "evaluation", 2)
 
 
 @pytest.mark.slow

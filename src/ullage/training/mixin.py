@@ -7,7 +7,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``BatchReader``     what the model expects of a batch, and how a batch gets to its device (``batches.reading``)
 ``Packer``          plans a step, exchanges it, and trains on its microbatches (``step.packing``)
 ``StepSource``      draws the batches of a step, and agrees with the other ranks on it (``step.drawing``)
-``Evaluator``       evaluates, and puts samples back together (``evaluator``)
+``Evaluator``       what transformers' evaluation loop is given, and its loss (``evaluation``)
 ``Rehearsal``       evaluates a few samples before the first step (``run``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``run``)
 ``Continuation``    finds and converts the checkpoint to continue from (``saving``)
@@ -45,7 +45,7 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.lost import LostRanks
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.shared import SharedPart
-from ullage.training.evaluator import Evaluator, evaluation_loader
+from ullage.training.evaluation import Evaluator
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
 from ullage.training.run.capacity import CapacityFinder
@@ -389,10 +389,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             return self._steps.read_from(loader, dataset, batch_size)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
-        loader = evaluation_loader(self, dataset, description, batch_size)
-        if dataloader_key is not None and self.args.dataloader_persistent_workers:
-            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
-        return loader
+        with self._drawn_by(None):  # without a sampler: in the order of the data set
+            return self._evaluator.loader(super()._get_dataloader, *options[:3], dataloader_key=dataloader_key)
 
     @contextlib.contextmanager
     def _drawn_by(self, size: int | None) -> Iterator[None]:
@@ -425,7 +423,9 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return self._steps.draw_step(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        return None if self._evaluator.is_running else self._steps.num_items(batch_samples, device)
+        if self._evaluator.is_running:
+            return self._evaluator.divisor_of(batch_samples[0])
+        return self._steps.num_items(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one batch; one that is packed or shared runs as all its microbatches.
@@ -515,11 +515,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
 
     # Evaluation.
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as transformers does. Raises ``InputError`` where there would be neither a loss nor metrics."""
-        with self._evaluator.reporting():
-            return super().evaluate(*args, **kwargs)
-
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -528,7 +523,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Each sample once (:meth:`ullage.training.evaluator.Evaluator.run`).
+        """Each sample once (:meth:`ullage.training.evaluation.Evaluator.run`).
 
         A trainer with an evaluation of its own runs that.
         """
@@ -536,22 +531,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         if self._reader.evaluates_itself:
             return super().evaluation_loop(*options)
         return self._evaluator.run(super().evaluation_loop, *options)
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
-        """Loss (a mean over the batch), outputs and labels of one batch, in the form that the model gave them.
-
-        A trainer under the mixin that has a step of its own runs that.
-        """
-        if self._reader.overridden("prediction_step"):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
-        return self._evaluator.predictor.predict_batch(model, inputs, prediction_loss_only, ignore_keys)
 
 
 def require_finite(norm: Any, step: int) -> None:

@@ -116,13 +116,6 @@ class TrainingArguments(transformers.TrainingArguments):
             "while training goes on, whole or not at all as ever. One more copy of what is saved is held."
         },
     )
-    ragged_predictions: bool = field(
-        default=False,
-        metadata={
-            "help": "Evaluation and prediction give a list with one array per sample, each in its own length, in the "
-            "place of one array padded with -100."
-        },
-    )
     empty_step: str = field(
         default="warn",
         metadata={"help": "A step in which no label counts: warn (once, and go on with a loss of 0.0) or error."},
