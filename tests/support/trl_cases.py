@@ -146,20 +146,19 @@ def by_hand(name, microbatches):
     """Gradients and the experts' loss of a step, each a sum over the microbatches of all ranks, written out.
 
     The labels' losses are divided by their number in the step; each microbatch's experts' loss, a mean over its tokens,
-    is weighed by its share of the step's tokens.
+    is weighed by its share of the step's labels, as the whole of what a microbatch's loss is.
     """
     packed, real = MODELS[name]().double().train(), [each for each in microbatches if len(each)]
     ullage.pack_model(packed)
     rows = [each.to_flattened() for each in real]
     count = over_ranks(sum(int((row["labels"] != -100).sum()) for row in rows))
-    tokens = over_ranks(sum(each.numel() for each in real))
     whole = 0.0
     for row, each in zip(rows, real, strict=True):
         outputs = packed(**{key: value for key, value in row.items() if key != "labels"})
         losses = torch.nn.functional.cross_entropy(
             outputs.logits[0, :-1], row["labels"][0, 1:], reduction="sum", ignore_index=-100
         )
-        experts = outputs.aux_loss * each.numel() / tokens
+        experts = outputs.aux_loss * int((row["labels"] != -100).sum()) / count
         whole += float(experts.detach())
         (losses / count + packed.config.router_aux_loss_coef * experts).backward()
     return {

@@ -431,13 +431,12 @@ class Evaluator:
         found = []
         for part in parts:
             number = len(part) if isinstance(part, RaggedBatch) else max(rows.num_real, 1)
-            loss = self._called(run, model, part, part, number, True, ignore_keys)[0]
-            found.append((loss, self._record(part, loss, number if rows.num_real else 0)))
-        if len(found) == 1 or found[0][0] is None:
-            return found[0][0], None, None
-        counts = torch.stack([count.to(found[0][0].device) for _, count in found])
-        means = torch.stack([loss for loss, _ in found]).where(counts > 0, 0.0)
-        return (means * counts).sum() / counts.sum().clamp(min=1), None, None
+            loss = self._call(run, model, part, number if rows.num_real else 0, True, ignore_keys)[0]
+            if loss is None:
+                return None, None, None
+            found.append((loss, self._losses[-1][1].to(loss.device)))
+        means, counts = map(torch.stack, zip(*found))
+        return found[0][0] if len(found) == 1 else (means * counts).nansum() / counts.sum().clamp(min=1), None, None
 
     def _predict(self, run: Callable[..., Any], model: nn.Module, rows: Rows, ignore_keys: Any) -> tuple[Any, Any, Any]:
         """Loss, outputs and labels of a batch, in padded rows; what was cut off is filled up again."""
@@ -447,8 +446,8 @@ class Evaluator:
             if own is not None:
                 model = InRows(model, self._trainer._prepare_inputs, own, sequences.layout)
             given = self._in_rows(sequences)
-        loss, outputs, labels = self._called(run, model, dict(given), given, number, False, ignore_keys)
-        self._record(given, loss, number if rows.num_real else 0)
+        counted = number if rows.num_real else 0
+        loss, outputs, labels = self._call(run, model, given, counted, False, ignore_keys)
         if number < rows.num:
             outputs, labels = tree_map_only(Tensor, lambda it: _filled(it, number, rows.num), (outputs, labels))
         return loss, outputs, labels
@@ -460,31 +459,25 @@ class Evaluator:
             return None
         return sequences if form == "rows" and self._reader.form == "flattened" else self._in_rows(sequences, form)
 
-    def _called(
-        self, run: Callable[..., Any], model: nn.Module, given: Any, counted: Any, number: int, loss_only: bool,
-        ignore_keys: Any,
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """One call of ``run``, whose metrics are kept apart. ``counted``: the batch that its metrics are weighed by."""
-        metrics = self._packer.metrics
-        weights = self._reader.weights(counted, number) if metrics.are_kept else {}
+    def _call(
+        self, run: Callable[..., Any], model: nn.Module, batch: Any, number: int, loss_only: bool, ignore_keys: Any
+    ) -> tuple[Any, Any, Any]:
+        """One call of ``run``, whose loss and metrics are kept. ``number``: of samples that count."""
+        trainer, reader, metrics = self._trainer, self._reader, self._packer.metrics
+        weights = reader.weights(batch, number) if metrics.are_kept and number else {}
         with metrics.collect(self._calls, "eval", weights):
-            loss, outputs, labels = run(model, given, loss_only, ignore_keys=ignore_keys)
-        if loss is not None and (sharding := sharding_of(self._trainer.model)) is not None:
-            loss = sharding.whole_loss(loss)
+            loss, outputs, labels = run(model, batch, loss_only, ignore_keys=ignore_keys)
+        if loss is None and self._needs_loss:
+            fields = list(batch) if isinstance(batch, (RaggedBatch, Mapping)) else [reader.main_input]
+            raise missing_labels(trainer.label_names, reader.forward_parameters, fields, reader.main_input)
+        if loss is not None:
+            if (sharding := sharding_of(trainer.model)) is not None:
+                loss = sharding.whole_loss(loss)
+            # A mean is weighed by the labels that it is over; without labels to count, by samples.
+            elements = reader.label_elements(batch) if number else None
+            count = torch.tensor(number) if elements is None else counting.count_labels(elements)
+            self._losses.append((loss, count))
         return loss, outputs, labels
-
-    def _record(self, batch: Any, loss: Tensor | None, number: int) -> Tensor:
-        """Add a mean loss over a batch of ``number`` samples that count; returns what it is over."""
-        if loss is None:
-            if self._needs_loss:
-                fields = list(batch) if isinstance(batch, (RaggedBatch, Mapping)) else [self._reader.main_input]
-                reader = self._reader
-                raise missing_labels(self._trainer.label_names, reader.forward_parameters, fields, reader.main_input)
-            return torch.tensor(number)
-        elements = self._reader.label_elements(batch)
-        count = torch.tensor(number) if elements is None or not number else counting.count_labels(elements)
-        self._losses.append((loss, count))
-        return count
 
     def divisor_of(self, inputs: Any) -> Tensor | None:
         """The divisor for the user's ``compute_loss_func`` in evaluation: the labels of this batch on this rank.

@@ -423,7 +423,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return self._steps.draw_step(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if self._evaluator.is_running:
+        if not torch.is_grad_enabled():  # of an evaluation
             return self._evaluator.divisor_of(batch_samples[0])
         return self._steps.num_items(batch_samples, device)
 

@@ -192,7 +192,6 @@ class RolloutLoss(PaddedLoss):
     """GRPO: prompts with their completions. Batches are made in the step, not by the collator."""
 
     makes_batches = True
-    divides_itself = True
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -382,7 +381,7 @@ class _TrainerFacts:
 #: By full name; a trainer that is not here is packed if it takes packed rows, and its loss has to be declared.
 _TRAINERS = {
     "trl.trainer.sft_trainer.SFTTrainer": _TrainerFacts(
-        "sum", {"entropy": "labels", "mean_token_accuracy": "labels", "aux_loss": "tokens"}
+        "token_mean", {"entropy": "labels", "mean_token_accuracy": "labels", "aux_loss": "labels"}
     ),
     "trl.trainer.dpo_trainer.DPOTrainer": _TrainerFacts(
         "sequence_mean",

@@ -160,14 +160,13 @@ def require_counted(trainer: transformers.Trainer, division: Division | None, co
         )
 
 
-def division_of(trainer: transformers.Trainer, *, divides_by_count: bool, counted: bool) -> Division:
+def division_of(trainer: transformers.Trainer, *, counted: bool) -> Division:
     """The division of a packed microbatch's loss, as it is declared or known without running it.
 
     Raises ``InputError`` where it is neither.
 
     Args:
         trainer: whose loss it is.
-        divides_by_count: whether the model's own loss is a sum over labels, divided by ``num_items_in_batch``.
         counted: whether the step has labels to count.
     """
     own = OwnLoss.of(trainer)
@@ -176,7 +175,7 @@ def division_of(trainer: transformers.Trainer, *, divides_by_count: bool, counte
     if division is not None:
         return division
     if own is None and counted:
-        return "sum" if divides_by_count else "token_mean"
+        return "token_mean"
     # What transformers asks of such a function.
     if own is not None and own.name == "compute_loss_func" and own.takes_count and counted:
         return "sum"

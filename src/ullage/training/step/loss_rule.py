@@ -86,13 +86,7 @@ class LossRule:
             if self._trainer.loss_is_scaled_for_ga is not False:
                 return self._mean_by_share(compute, model, inputs, return_outputs, num_items_in_batch)
             num_items_in_batch = None  # declared a mean per batch: transformers divides it by the number of batches
-        auxiliary = num_items_in_batch is not None and self._packer.adds_auxiliary
-        result = compute(model, inputs, return_outputs or auxiliary, num_items_in_batch=num_items_in_batch)
-        if not auxiliary:
-            return result
-        loss, outputs = result
-        loss = self._packer.weigh_auxiliary(loss, outputs)
-        return (loss, outputs) if return_outputs else loss
+        return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
     def _by_weights(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, weights: Tensor) -> Any:
         """The loss of a packed microbatch whose labels have weights of their own, which sum up to one over the step.
@@ -120,9 +114,10 @@ class LossRule:
                 hook.remove()
         if hook is None:
             add_loss(self._reader.model, None, outputs)
-        # Reducing gradients divides by the ranks.
-        loss = found[0] * self._packer.averaged_over
-        loss = self._packer.weigh_auxiliary(loss, outputs, included=False)
+        loss, auxiliary = found[0], outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        factor = getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
+        if auxiliary is not None and factor is not None:  # the balance of experts, a mean over tokens
+            loss = loss + self._packer.share_of_step * factor * auxiliary.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
     def _weighed_loss(self, head: nn.Module, inputs: dict[str, Any], outputs: Any, weights: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from transformers.utils import logging
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.replacing import replaced
 from ullage.core.rows import alike
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.exchange.lengths import gather_or_fail
@@ -51,6 +49,7 @@ from ullage.training.step.packable import items_of_step, meet_in_towers, require
 from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.reduction import GradientReduction
 from ullage.training.step.verifying import PackingProof
+from ullage.training.step.weighing import run_weighed
 
 if TYPE_CHECKING:
     import transformers
@@ -382,28 +381,32 @@ class Packer:
         parts = self._shares(inputs, division, count)
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
         calls: list[Taken] = []
+        is_sum = division == "sum" and not self.weigher.is_on
 
         def run_microbatch(k: int) -> Tensor:
             microbatch, share = inputs.microbatches[k], parts[k]
-            # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean times
-            # its share is left. A share of zero is a division by infinity, hence zero.
-            self.share_of_step = share
-            number: Any = 1 / (share * self.averaged_over) if share else math.inf
-            self._trainer.current_gradient_accumulation_steps = number
-            runs = self._runnable(inputs, microbatch, division)
+            runs = self._runnable(inputs, microbatch, share, division)
             batch = self._inputs_of(runs)
+            self.share_of_step = share if runs is microbatch else 0.0
             self.weigher.begin(batch, inputs.weight)
             # A stand-in counts in no metric, whatever it has in it.
             weigh = (self.padded_loss or self._reader).weights
             weights = weigh(microbatch) if runs is microbatch and self.metrics.are_kept else {}
+            # A sum over the step's labels adds up by itself, and has the ranks in it; so do weights of labels.
+            factor = self.averaged_over * (1.0 if self.weigher.is_on else share)
+            given, factor = (count, 1.0) if is_sum else (None, factor)
             with self.metrics.collect(calls, "train", weights):
-                return run(model, batch, count if division == "sum" else None)
+                return run_weighed(self._trainer, run, model, batch, factor if runs is microbatch else 0.0, given)
 
-        with self._loss_scale(division), around:
-            loss = self.reduction.run(model, len(inputs.microbatches), run_microbatch)
-            for parameter in idle:
-                parameter.grad = None
-            self.metrics.merge(calls, "train", inputs.num_tokens)
+        try:
+            with around:
+                loss = self.reduction.run(model, len(inputs.microbatches), run_microbatch)
+                for parameter in idle:
+                    parameter.grad = None
+                self.metrics.merge(calls, "train", inputs.num_tokens)
+        finally:
+            self.share_of_step = 1.0
+            self.weigher.end()
         return loss
 
     def _apart(self, batch: PackedBatch) -> PackedBatch:
@@ -432,92 +435,35 @@ class Packer:
             return self._reader.found_loss.division
         if self._divided is None:
             self.weigher.require_weighable()  # the model may be another than the trainer was made with
-            self._divided = division_of(
-                self._trainer,
-                divides_by_count=self._reader.divides_by_count or self.weigher.is_on,
-                counted=num_items_in_batch is not None,
-            )
+            self._divided = division_of(self._trainer, counted=num_items_in_batch is not None)
         return self._divided
 
     def _shares(self, batch: PackedBatch, division: Division, num_items_in_batch: Any) -> list[float]:
         """Fraction of the step over all ranks that each microbatch makes up, in tokens, labels or sequences."""
         if self.padded_loss is not None:
             return self.padded_loss.shares(batch)
-        # A mean over 30 of the step's 120 labels counts a quarter. Tokens weigh only what a sum has beside its labels
-        # (weigh_auxiliary); the sum itself is divided by the count.
-        if division == "sum":
-            whole = batch.num_tokens * self._topology.cp.size  # the ranks of a row divide its share
-            return shares([microbatch.numel() for microbatch in batch.microbatches], whole)
+        # A mean over 30 of the step's 120 labels counts a quarter.
+        if division == "sum" or self.weigher.is_on:
+            return shares([microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens)
         if division == "token_mean":
             return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
         if division == "total":
             return [float(len(each) > 0) for each in batch.microbatches]
         return shares(map(len, batch.microbatches), len(batch.plan.order))
 
-    @contextlib.contextmanager
-    def _loss_scale(self, division: Division) -> Iterator[None]:
-        """Make transformers multiply a mean by its microbatch's share, and leave a sum unchanged.
-
-        A context manager: the trainer's own settings are restored after it.
-        """
-        divides_itself = self.padded_loss is not None and self.padded_loss.divides_itself
-        try:
-            # An instance attribute over the class's None. training_step divides the loss by
-            # current_gradient_accumulation_steps unless it is True, whatever the model's signature makes it believe.
-            with replaced(self._trainer, "loss_is_scaled_for_ga", division == "sum" or divides_itself):
-                yield
-        finally:
-            self._trainer.current_gradient_accumulation_steps, self.share_of_step = 1, 1.0
-            self.weigher.end()
-
     def _inputs_of(self, microbatch: RaggedBatch) -> Any:
         """A microbatch as the trainer takes its batches."""
         return targets.split_targets(microbatch) if self.padded_loss is None else self.padded_loss.to_padded(microbatch)
 
-    def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, division: Division) -> RaggedBatch:
-        """The microbatch, or a stand-in for one with nothing to count: every rank must run equally many microbatches.
-
-        A sum over no labels is zero, so a placeholder will do; a mean over none would be nan.
-        """
+    def _runnable(self, batch: PackedBatch, microbatch: RaggedBatch, share: float, division: Division) -> RaggedBatch:
+        """The microbatch, or a stand-in for one with nothing to count: every rank runs equally many microbatches."""
         if self.padded_loss is not None:
             return microbatch if len(microbatch) else self.padded_loss.stand_in(batch.microbatches, microbatch)
-        if division == "sum":
-            return microbatch if len(microbatch) else targets.placeholder(microbatch)
-        if self.share_of_step > 0:
+        if share:
             return microbatch
-        counts = self._reader.num_labels if division == "token_mean" else len
-        return stand_in(batch.microbatches, microbatch, counts=counts)
-
-    @property
-    def adds_auxiliary(self) -> bool:
-        """Whether a part of a step has the model's own loss, which adds a mean over tokens to that over labels.
-
-        Where smoothed labels or a function take its place, transformers leaves that mean out; a trainer under the
-        mixin with a loss of its own weighs it by itself.
-        """
-        trainer = self._trainer
-        own = trainer.label_smoother is None and trainer.compute_loss_func is None
-        own = own and not self._reader.overridden("compute_loss")
-        divided = self.options is not None or self.share_of_step < 1
-        return divided and own and self._auxiliary_factor is not None
-
-    @property
-    def _auxiliary_factor(self) -> float | None:
-        return getattr(getattr(self._reader.model, "config", None), "router_aux_loss_coef", None)
-
-    def weigh_auxiliary(self, loss: Tensor, outputs: Any, *, included: bool = True) -> Tensor:
-        """Weigh the auxiliary loss that a model adds (experts' balance), a mean over tokens, by its share of the step.
-
-        ``loss``: as ``compute_loss`` returns it. ``outputs``: of the model, with ``aux_loss``. ``included``: whether it
-        is in the loss already.
-        """
-        auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
-        factor = self._auxiliary_factor
-        if auxiliary is None or factor is None:
-            return loss
-        # compute_loss has multiplied the loss, this mean included, by the ranks, because reducing gradients divides by
-        # them. Take away all of the mean but this microbatch's share, so that the shares of a step add up to one mean.
-        return loss + (self.share_of_step - included) * factor * self.averaged_over * auxiliary.to(loss.device)
+        return stand_in(
+            batch.microbatches, microbatch, counts=self._reader.num_labels if division == "token_mean" else len
+        )
 
     # Evaluation.
 

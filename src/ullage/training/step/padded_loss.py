@@ -171,12 +171,10 @@ class PaddedLoss:
     Attributes:
         per_sample: sequences of a sample, which stay together: 2 of a preference pair.
         makes_batches: whether what is trained on is made of a collated batch in the step.
-        divides_itself: whether its loss is divided by ``current_gradient_accumulation_steps`` where it is computed.
     """
 
     per_sample = 1
     makes_batches = False
-    divides_itself = False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from ullage.core.errors import DistributedError, InputError
-from ullage.core.replacing import replaced
 from ullage.mixers.at_rest import random_states_kept
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import StreamParts
@@ -24,6 +22,7 @@ from ullage.training.batches.shared import CollatedParts, SharedBatches, SharedP
 from ullage.training.loss.divisions import Division, OwnLoss, declared_division
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
+from ullage.training.step.weighing import run_weighed
 
 if TYPE_CHECKING:
     from ullage.training.step.packing import Packer
@@ -139,49 +138,28 @@ class StepSharing:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
-        packer, division = self._packer, self._division_of_own_loss(count)
+        packer, division = self._packer, self._division(count)
         shares = [size / step.num_samples for size in step.sizes]
         if division == "token_mean":
             shares = [self._reader.num_labels(batch) / int(count) for batch in step.batches]
-        scaled = division == "sum" if division is not None else self._trainer.loss_is_scaled_for_ga
-        count = count if division in (None, "sum") else None
+        given = count if division == "sum" else None
 
         def run_microbatch(k: int) -> Tensor:
-            if k >= len(step.batches) or not shares[k]:
-                batch = step.stand_in if k >= len(step.batches) else step.batches[k]
-                return self._run_for_nothing(run, model, batch, count)
-            packer.share_of_step = shares[k]
-            # training_step divides a mean by this number, and reducing gradients divides by the ranks: a mean over a
-            # microbatch times its share of the step is left.
-            number: Any = 1 / (shares[k] * packer.averaged_over)
-            self._trainer.current_gradient_accumulation_steps = number
-            return run(model, step.batches[k], count)
+            batch, share = (step.batches[k], shares[k]) if k < len(step.batches) else (step.stand_in, 0.0)
+            # A sum over the step's labels adds up by itself, and has the ranks in it.
+            factor = 0.0 if not share else share * packer.averaged_over if given is None else 1.0
+            return run_weighed(self._trainer, run, model, batch, factor, given)
 
-        try:
-            with replaced(self._trainer, "loss_is_scaled_for_ga", scaled):
-                return packer.reduction.run(model, step.number, run_microbatch)
-        finally:
-            self._trainer.current_gradient_accumulation_steps, packer.share_of_step = 1, 1.0
+        return packer.reduction.run(model, step.number, run_microbatch)
 
-    def _division_of_own_loss(self, count: Any) -> Division | None:
-        """The division of a loss of the trainer's own, in parts of a step; None where it is as transformers has it."""
+    def _division(self, count: Any) -> Division:
+        """The division of the loss, in parts of a step. ``count``: labels of the step; None where none were counted."""
         own = OwnLoss.of(self._trainer)
         declared = None if own is None else declared_division(self._trainer, own)
-        if own is None or declared is not None:
+        if declared is not None:
             return declared
+        if count is None:
+            return "sequence_mean"
         # One that takes the count divides by it, unless the trainer says otherwise; any other is a mean.
-        if own.takes_count and self._trainer.loss_is_scaled_for_ga is not False:
-            return None
-        return "sequence_mean" if count is None else "token_mean"
-
-    def _run_for_nothing(self, run: Callable[..., Tensor], model: nn.Module, batch: Any, count: Any) -> Tensor:
-        """Run forward and backward as the other ranks do, so that they meet; loss and gradients are zero."""
-        accelerator = self._trainer.accelerator
-        backward = accelerator.backward
-
-        def without_weight(loss: Tensor, **options: Any) -> None:
-            # nan times zero is nan.
-            backward(torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0, **options)
-
-        with replaced(accelerator, "backward", without_weight):
-            return torch.zeros_like(run(model, batch, count))
+        is_sum = own is not None and own.takes_count and self._trainer.loss_is_scaled_for_ga is not False
+        return "sum" if is_sum else "token_mean"
