@@ -189,7 +189,7 @@ class InRows(nn.Module):
 
 
 class Evaluator:
-    """Evaluation of a trainer's model. ``is_running``: whether it goes through batches at the moment.
+    """Evaluation of a trainer's model. ``sequences``: of the batch that runs, where they are known.
 
     Args:
         trainer: whose arguments, model, state and callbacks count.
@@ -199,18 +199,16 @@ class Evaluator:
 
     def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
-        self.is_running = False
-        self._begin(loss_only=False, needs_loss=False)
+        self._begin(None, needs_loss=False)
 
-    def _begin(self, *, loss_only: bool, needs_loss: bool) -> None:
-        self._loss_only, self._needs_loss = loss_only, needs_loss
+    def _begin(self, loader: Any, *, needs_loss: bool) -> None:
+        self._loader, self._needs_loss = loader, needs_loss
         #: (mean, label elements or samples that it is over) of each call of the model, and their samples.
         self._losses: list[tuple[Tensor, Tensor]] = []
         self._num_samples = 0
         self._calls: list[Taken] = []
-        self._loader: Any = None
+        #: What this rank has told the others at the last meeting.
         self._told: Exception | None = None
-        #: Of the batch that runs, where they are known.
         self.sequences: RaggedBatch | None = None
 
     # The dataloader.
@@ -269,8 +267,7 @@ class Evaluator:
                 expected="cp 1",
                 found=f"cp {sharding.topology.cp.size}",
             )
-        self._begin(loss_only=loss_only, needs_loss=description == "Evaluation" and self._asks_for_loss(loss_only))
-        self._loader = dataloader
+        self._begin(dataloader, needs_loss=description == "Evaluation" and self._asks_for_loss(loss_only))
         fsdp.shard_for_evaluation(trainer)
         if sharding is not None:
             trainer.gather_function = functools.partial(
@@ -278,7 +275,6 @@ class Evaluator:
             )
         step = functools.partial(self._step, trainer.prediction_step)
         batches = _Batches(dataloader, functools.partial(self._read, loss_only=loss_only), self._meet)
-        self.is_running = True
         try:
             with replaced(trainer, "prediction_step", step), self._joined_once() as joined:
                 output = joined(loop(batches, description, prediction_loss_only, ignore_keys, prefix))
@@ -288,7 +284,6 @@ class Evaluator:
                 self._meet(None, error)
             raise
         finally:
-            self.is_running = False
             if dataloader in trainer.accelerator.gradient_state.dataloader_references[1:]:
                 dataloader.end()  # pyright: ignore  of an evaluation that an error has ended
             fsdp.reshard(trainer.model)  # pyright: ignore[reportArgumentType]
@@ -439,7 +434,7 @@ class Evaluator:
         return found[0][0] if len(found) == 1 else (means * counts).nansum() / counts.sum().clamp(min=1), None, None
 
     def _predict(self, run: Callable[..., Any], model: nn.Module, rows: Rows, ignore_keys: Any) -> tuple[Any, Any, Any]:
-        """Loss, outputs and labels of a batch, in padded rows; what was cut off is filled up again."""
+        """Loss, outputs and labels of a batch, in padded rows: as many as the ranks gather."""
         given, sequences, number = rows.given, rows.sequences, max(rows.num_real, 1)
         if sequences is not None:
             own = given if _is_packed(given) else self._own_form(model, sequences)

@@ -5,7 +5,7 @@ since  what came
 =====  ==============================================================================================================
 5.5.4  accumulated gradients are divided by their number once
 5.10   a causal model's labels are counted without the first of each sequence; ours always were
-5.15   ``LabelSmoother`` takes ``num_items_in_batch``; ``TrainingArguments.dataloader_multiprocessing_context``
+5.15   ``LabelSmoother`` takes ``num_items_in_batch``
 5.19   ``Trainer.loss_is_scaled_for_ga``; the mean loss of a resumed run is over the steps of this call
 5.23   ``TrainingArguments.activation_checkpointing``, which was ``gradient_checkpointing``
 =====  ==============================================================================================================
@@ -110,8 +110,3 @@ def recomputed(arguments: transformers.TrainingArguments) -> dict[str, Any] | No
     """Keywords of the checkpointing of activations; None where these are kept, not computed again."""
     name = "activation_checkpointing" if hasattr(arguments, "activation_checkpointing") else "gradient_checkpointing"
     return (getattr(arguments, f"{name}_kwargs") or {}) if getattr(arguments, name) else None
-
-
-def worker_start(arguments: transformers.TrainingArguments) -> str | None:
-    """How the workers of data loaders are started; None as torch has it."""
-    return getattr(arguments, "dataloader_multiprocessing_context", None)
