@@ -250,8 +250,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             self.neftune_hook_handle.remove()
             model: Any = self.accelerator.unwrap_model(self.model)
             self.neftune_hook_handle = NoiseHooks(model, bare(model).get_input_embeddings())  # pyright: ignore
+        self._packer.begin_run()
         self._capacity.begin_run()
-        self._packer.proof.begin_run()
         options, world = self._packer.options, self.args.world_size
         sharding = sharding_of(self.model)
         everyone = dist.group.WORLD if world > 1 else None
@@ -339,19 +339,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         if not self._continuation.loads_optimizer(checkpoint):
             with fsdp.read_as_written(self.accelerator, None if checkpoint is None else Path(checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Make a fresh model for a trial, packed under packing; forget what was read off the last."""
-        model = super().call_model_init(trial)
-        self._reader.forget_model()
-        self._packer.forget_model()
-        if self._packer.options is not None:
-            self._packer.proof.pack(bare(model))
-        return model
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        super()._hp_search_setup(trial)
-        self._packer.forget_options()  # a trial may set any argument
 
     # Batches on their way to the model.
 

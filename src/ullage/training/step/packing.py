@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,8 @@ class Packer:
         #: For packing_capacity='auto', once it is found.
         self.found_capacity: int | None = None
         self._divided: Division | None = None
+        #: Gives the model that was packed last, if it was to be.
+        self._met: Callable[[], nn.Module | None] = lambda: None
         #: Fraction of the step, over all ranks, that the running microbatch makes up.
         self.share_of_step = 1.0
         self.weigher = SequenceWeigher(trainer, reader)
@@ -225,11 +228,22 @@ class Packer:
         """Read the arguments again: they were changed."""
         vars(self).pop("options", None)
 
-    def forget_model(self) -> None:
-        """Forget what was known of the model: the trainer has another."""
-        self._divided = None
-        for name in ("_cost_of_model", "_num_parameters"):
-            vars(self).pop(name, None)
+    def begin_run(self) -> None:
+        """A run begins, perhaps of a search, which sets arguments and makes models anew: pack what was not packed."""
+        self.forget_options()
+        if self._reader.model is not self._met():
+            self._divided = None
+            for name in ("_cost_of_model", "_num_parameters"):
+                vars(self).pop(name, None)
+            self._reader.forget_model()
+            self._pack_model()
+        self.proof.begin_run()
+
+    def _pack_model(self) -> None:
+        """Make the trainer's model keep packed sequences apart; who shards one by hand has packed it."""
+        self._met = weakref.ref(self._reader.model)
+        if self.options is not None and self._sharding is None:
+            self.proof.pack(self._reader.model)
 
     def require_packable(self) -> None:
         """Raise ``InputError`` for what cannot be packed, and make the model keep packed sequences apart."""
@@ -267,8 +281,7 @@ class Packer:
             raise problem
         if (problem := self._data_problem(self._trainer)) is not None:
             raise problem
-        if self._sharding is None:  # otherwise whoever sharded it has packed it
-            self.proof.pack(self._reader.model)
+        self._pack_model()
         self.weigher.require_weighable()
         if self.padded_loss is not None:
             self.padded_loss.require_packable()
