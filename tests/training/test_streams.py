@@ -13,7 +13,7 @@ from tests.support import packing_script, shared_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
 from ullage.training.batches.sampling import StreamParts, divide_exactly
-from ullage.training.evaluation import require_whole
+from ullage.training.evaluation import require_undivided
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
 EVERY = list(range(10, 33))
@@ -206,7 +206,7 @@ def divided():
 
 def test_a_divided_stream_is_not_evaluated_in_part():
     with pytest.raises(InputError, match=r"divided once more, and most of it never read \(evaluation\).*Give it undiv"):
-        require_whole(divided(), "evaluation", 2)
+        require_undivided(divided(), "evaluation", 2)
 
 
 @pytest.mark.slow

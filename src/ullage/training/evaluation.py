@@ -221,7 +221,7 @@ class Evaluator:
         Raises ``InputError`` for a data set that is known to be empty, and on several ranks for one that is divided.
         """
         trainer, args = self._trainer, self._trainer.args
-        require_whole(dataset, description.lower(), args.world_size)
+        require_undivided(dataset, description.lower(), args.world_size)
         is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         settings: dict[str, Any] = {"dataloader_drop_last": False}
         if is_stream:  # read in this process: worker processes would each read all of it
@@ -502,7 +502,7 @@ class Evaluator:
         return loss_only or trainer.compute_metrics is not None
 
 
-def require_whole(dataset: Any, where: str, ranks: int) -> None:
+def require_undivided(dataset: Any, where: str, ranks: int) -> None:
     """Raise ``InputError`` for a data set that is known to be empty, or is divided among several ranks already."""
     if has_length(dataset) and len(dataset) == 0:
         raise InputError("the dataset is empty", where=where, expected="at least one sample")

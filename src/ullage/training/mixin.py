@@ -350,10 +350,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             self._signature_columns = self._reader.columns(self._signature_columns)
 
     def _prepare_input(self, data: Any) -> Any:
-        return self._reader.move(data)
-
-    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
-        return self._reader.prepare(inputs, super()._prepare_inputs)
+        """A batch on the device, as keywords of the model; anything else on the device."""
+        return self._reader.prepare(data)
 
     def _get_dataloader(
         self,

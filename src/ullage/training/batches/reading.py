@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,28 +240,26 @@ class BatchReader:
         dtype = None if plugin is None else plugin.hf_ds_config.dtype()
         return to_device(data, self._trainer.args.device, non_blocking=accelerator.non_blocking, float_dtype=dtype)
 
-    def prepare(self, inputs: Any, prepare: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """The batch on the device, as keywords of the model, in a dict of its own.
+    def prepare(self, inputs: Any) -> Any:
+        """A batch on the device, as keywords of the model, in a dict of its own; anything else is moved alone.
 
-        A trainer that makes its own inputs of a batch (``prepare``) gets its batches as they are, and ragged ones as
-        keywords. A field of weights is ours: no model sees it. Raises ``InputError`` for a whole packed step.
+        A field of weights is ours: no model sees it. Raises ``InputError`` for a whole packed step, and an empty batch.
         """
         refuse_as_one(inputs)
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
-            inputs = inputs.select(name for name in inputs.names if name != field)
-            moved: Any = self._trainer._prepare_input(inputs)
+            moved = self.move(inputs.select(name for name in inputs.names if name != field))
             sharding = sharding_of(self._trainer.model)
             keywords = None if sharding is None else sharding.keywords(moved)
-            if keywords is None:
-                if moved.items and self.form == "flattened":
-                    self._require_packed()
-                keywords = forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
-            return prepare(keywords) if self.overridden("_prepare_inputs") else keywords
+            if keywords is not None:
+                return keywords
+            if moved.items and self.form == "flattened":
+                self._require_packed()
+            return forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
         if isinstance(inputs, PackedSequence):
-            inputs = {self.main_input: inputs}
-        if self.overridden("_prepare_inputs"):
-            return prepare(inputs)
+            return {self.main_input: self.move(inputs)}
+        if not isinstance(inputs, Mapping):
+            return self.move(inputs)
         if len(inputs) == 0:
             raise InputError(
                 "the batch is empty",
@@ -269,7 +267,7 @@ class BatchReader:
                 hint="set remove_unused_columns=False if the collator needs columns that forward does not name",
             )
         lengths = counting.value_of(inputs, "input_lengths")
-        prepared: Any = self._trainer._prepare_input(inputs)
+        prepared = self.move(inputs)
         if prepared is inputs:  # nothing moved; whoever takes a field out takes it out of a copy
             prepared = copy.copy(prepared)
         if isinstance(lengths, Tensor):  # packing wants lengths on the host
