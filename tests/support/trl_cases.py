@@ -153,7 +153,7 @@ def by_hand(name, microbatches):
     rows = [each.to_flattened() for each in real]
     count = over_ranks(sum(int((row["labels"] != -100).sum()) for row in rows))
     whole = 0.0
-    for row, each in zip(rows, real, strict=True):
+    for row in rows:
         outputs = packed(**{key: value for key, value in row.items() if key != "labels"})
         losses = torch.nn.functional.cross_entropy(
             outputs.logits[0, :-1], row["labels"][0, 1:], reduction="sum", ignore_index=-100

@@ -1,8 +1,9 @@
 """The loss of a step: what a model's own loss does with labels, smoothed labels, and how losses divide under packing.
 
 A packed step runs as several microbatches, so whatever they return has to be divided such that they add up to one
-step. The loss of a model of transformers or of ours is a mean over its own labels. Of any other loss the division is found by its numbers (:mod:`ullage.training.loss.finding`), which a declaration by
-``packing_loss`` on the Trainer has to agree with.
+step. The loss of a model of transformers or of ours is a mean over its own labels. Of any other loss the division is
+found by its numbers (:mod:`ullage.training.loss.finding`), which a declaration by ``packing_loss`` on the Trainer has
+to agree with.
 """
 
 from __future__ import annotations
