@@ -280,18 +280,15 @@ class _Gather(torch.autograd.Function):
     function with the two pairs exchanged, and can itself be differentiated.
     """
 
+    # One function, as torch binds the arguments of a forward and a setup_context by their signature, in every call.
     @staticmethod
     def forward(
-        values: Tensor, index: Tensor, inverse: Tensor, empty: Tensor | None, empty_before: Tensor | None
+        ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, empty: Tensor | None, empty_before: Tensor | None
     ) -> Tensor:
-        gathered = values.index_select(0, index)
-        return gathered if empty is None else gathered.index_fill_(0, empty, 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, index, inverse, empty, empty_before = inputs
         # In the order of the arguments of the way back.
         ctx.save_for_backward(inverse, index, empty_before, empty)
+        gathered = values.index_select(0, index)
+        return gathered if empty is None else gathered.index_fill_(0, empty, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
