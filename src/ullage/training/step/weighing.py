@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ullage.core.replacing import replaced
@@ -21,12 +21,12 @@ Run = Callable[[nn.Module, Any, Any], Tensor]
 
 
 def run_weighed(
-    trainer: transformers.Trainer, run: Run, model: nn.Module, batch: Any, share: float, count: Any = None
+    accelerator: Accelerator, run: Run, model: nn.Module, batch: Any, share: float, count: Any = None
 ) -> Tensor:
     """Run one microbatch forward and backward, its loss times ``share``. Returns that loss.
 
     Args:
-        trainer: whose accelerator runs the backward pass.
+        accelerator: of the trainer, which runs the backward pass.
         run: computes the loss, and gives it to the accelerator.
         model: as the training loop calls it.
         batch: the microbatch.
@@ -34,7 +34,6 @@ def run_weighed(
             equally many: loss and gradients are zero.
         count: ``num_items_in_batch`` of a loss that divides by it; None makes the loss a mean of its own.
     """
-    accelerator = trainer.accelerator
     backward = accelerator.backward
 
     def weighed(loss: Tensor) -> Tensor:
@@ -45,6 +44,5 @@ def run_weighed(
     def backward_weighed(loss: Tensor, **options: Any) -> None:
         backward(weighed(loss), **options)
 
-    # transformers is not to divide once more.
-    with replaced(accelerator, "backward", backward_weighed), replaced(trainer, "loss_is_scaled_for_ga", True):
+    with replaced(accelerator, "backward", backward_weighed):
         return weighed(run(model, batch, count))
