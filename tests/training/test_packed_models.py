@@ -152,7 +152,7 @@ def test_a_leak_between_sequences_would_be_seen(padded, tmp_path, monkeypatch):
 
 
 def _as_one_sequence(trainer, inputs):
-    keywords = trainer._reader.prepare(inputs, dict)
+    keywords = trainer._reader.prepare(inputs)
     return {name: keywords[name] for name in ("input_ids", "labels")}
 
 
