@@ -394,7 +394,7 @@ class Packer:
         parts = self._shares(inputs, division, count)
         around = contextlib.nullcontext() if self.padded_loss is None else self.padded_loss.step(model, inputs)
         calls: list[Taken] = []
-        is_sum, accelerator = division == "sum" and not self.weigher.is_on, self._trainer.accelerator
+        is_sum = division == "sum" and not self.weigher.is_on
 
         def run_microbatch(k: int) -> Tensor:
             microbatch, share = inputs.microbatches[k], parts[k]
@@ -409,7 +409,7 @@ class Packer:
             factor = self.averaged_over * (1.0 if self.weigher.is_on else share)
             given, factor = (count, 1.0) if is_sum else (None, factor)
             with self.metrics.collect(calls, "train", weights):
-                return run_weighed(accelerator, run, model, batch, factor if runs is microbatch else 0.0, given)
+                return run_weighed(self._trainer, run, model, batch, factor if runs is microbatch else 0.0, given)
 
         try:
             with around:

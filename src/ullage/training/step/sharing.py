@@ -148,7 +148,7 @@ class StepSharing:
             batch, share = (step.batches[k], shares[k]) if k < len(step.batches) else (step.stand_in, 0.0)
             # A sum over the step's labels adds up by itself, and has the ranks in it.
             factor = 0.0 if not share else share * packer.averaged_over if given is None else 1.0
-            return run_weighed(self._trainer.accelerator, run, model, batch, factor, given)
+            return run_weighed(self._trainer, run, model, batch, factor, given)
 
         return packer.reduction.run(model, step.number, run_microbatch)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+import transformers
 from torch import Tensor, nn
 
 from ullage.core.replacing import replaced
@@ -21,12 +21,12 @@ Run = Callable[[nn.Module, Any, Any], Tensor]
 
 
 def run_weighed(
-    accelerator: Accelerator, run: Run, model: nn.Module, batch: Any, share: float, count: Any = None
+    trainer: transformers.Trainer, run: Run, model: nn.Module, batch: Any, share: float, count: Any = None
 ) -> Tensor:
     """Run one microbatch forward and backward, its loss times ``share``. Returns that loss.
 
     Args:
-        accelerator: of the trainer, which runs the backward pass.
+        trainer: whose accelerator runs the backward pass.
         run: computes the loss, and gives it to the accelerator.
         model: as the training loop calls it.
         batch: the microbatch.
@@ -34,6 +34,7 @@ def run_weighed(
             equally many: loss and gradients are zero.
         count: ``num_items_in_batch`` of a loss that divides by it; None makes the loss a mean of its own.
     """
+    accelerator = trainer.accelerator
     backward = accelerator.backward
 
     def weighed(loss: Tensor) -> Tensor:
@@ -44,5 +45,6 @@ def run_weighed(
     def backward_weighed(loss: Tensor, **options: Any) -> None:
         backward(weighed(loss), **options)
 
-    with replaced(accelerator, "backward", backward_weighed):
+    # transformers is not to divide once more, by a number that only its loop sets.
+    with replaced(accelerator, "backward", backward_weighed), replaced(trainer, "loss_is_scaled_for_ga", True):
         return weighed(run(model, batch, count))
