@@ -79,7 +79,7 @@ class Seq2SeqTrainer(RaggedTrainerMixin, WholeCheckpointMixin, transformers.Seq2
         loss = super().prediction_step(model, inputs, True, ignore_keys)[0] if has_labels else None
         prompts = self._prompts(inputs)
         _, generated, _ = super().prediction_step(model, prompts, False, ignore_keys, **gen_kwargs)
-        return loss, generated, self._padded_as_generated(inputs["labels"]) if has_labels else None
+        return loss, generated, self._padded_as_generated(inputs[str(self._reader.label_name)]) if has_labels else None
 
     def _prompts(self, inputs: Any) -> dict[str, Any]:
         """The prompts that ``generate`` goes on from: the batch without what is to be generated."""
