@@ -37,7 +37,7 @@ def losses(trainer):
 def packed_steps(trainer):
     """What the trainer packs, step by step: a list that grows while it trains."""
     steps, pack = [], trainer._packer.pack
-    trainer._packer.pack = lambda batches: steps.append(pack(batches)) or steps[-1]
+    trainer._packer.pack = lambda *batches: steps.append(pack(*batches)) or steps[-1]
     return steps
 
 

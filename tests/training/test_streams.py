@@ -7,12 +7,12 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from tests.support import packing_script, shared_script
 from tests.support.small_runs import logged, on_ranks
 from ullage import InputError
-from ullage.training.batches.sampling import StreamParts, divide_exactly
+from ullage.training.batches.steps import StreamSteps
 from ullage.training.evaluation import require_undivided
 
 #: Samples 10 to 32 tokens long, each of another length: six steps of four make an epoch, the last of three.
@@ -96,35 +96,12 @@ class Counted(IterableDataset):
         return iter(range(self.number))
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 6, 11, 12])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_parts_hold_each_sample_once_and_whole_batches_as_accelerate_gives_them(number, ranks):
-    from accelerate.data_loader import prepare_data_loader
-
-    parts, theirs = [], []
-    for rank in range(ranks):
-        dataset = Counted(number)
-        loader = prepare_data_loader(DataLoader(dataset, batch_size=2), num_processes=ranks, process_index=rank)
-        theirs.append([batch.tolist() for batch in loader])
-        divide_exactly(loader, dataset, packed=True)
-        parts.append([batch.tolist() for batch in loader])
-    assert sorted(sample for part in parts for batch in part for sample in batch) == list(range(number))
-    whole = number // (2 * ranks)
-    assert [part[:whole] for part in parts] == [part[:whole] for part in theirs]
-    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
-    dropping = prepare_data_loader(
-        DataLoader(dataset, batch_size=2, drop_last=True), num_processes=ranks, process_index=0
-    )
-    divide_exactly(dropping, dataset, packed=True)
-    assert len(list(dropping)) == whole
-
-
 @pytest.mark.property
 @given(st.integers(0, 60), st.integers(1, 17), st.sampled_from([1, 2, 3, 5, 7]), st.integers(0, 5), st.booleans())
 def test_parts_of_a_stream_s_steps_are_the_steps_of_one_process_from_any_step_on(count, size, ranks, trained, drops):
     parts = []
     for rank in range(ranks):
-        stream = StreamParts(Counted(count), size, rank, ranks, drops)
+        stream = StreamSteps(Counted(count), size, rank, ranks, drops)
         stream.trained = trained
         parts.append(list(stream)[trained:])
     ends = range(trained * size, count - size + 1 if drops else count, size)

@@ -16,7 +16,7 @@ from ullage.exchange import materialize
 from ullage.planning import TransformerCost, plan
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
-from ullage.training.step.packing import StepPlanner
+from ullage.training.step.packing import Planning, StepPlanner
 from ullage.training.trl_losses import PairLoss, RolloutLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
@@ -69,7 +69,7 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     ragged = loss.to_ragged(batch)
     given = {"coalesce_gradients": True, "chunked_loss": True, "peak_flops": None, "verify": True}
     options = PackingOptions(capacity, strategy, "drop", **given)
-    planner = StepPlanner(Topology.single(), options, TransformerCost(), meets_every_microbatch=False)
+    planner = StepPlanner(Topology.single(), Planning(options, TransformerCost(), 1, meets_every_microbatch=False))
     if ranks == 1:
         step = planner.pack([ragged], loss)
         found = [list(step.microbatches)]

@@ -155,15 +155,16 @@ def materialize(
 
     No communication.
 
-    ``batch``: all sequences, in the order of the lengths that were planned; the rest as for :func:`exchange`. Of
-    samples, only those that ``rank`` runs are read, and dtypes are promoted over them. Raises ``InputError``.
+    ``batch``: all sequences, in the order of the lengths that were planned; in batches it may be only those that
+    ``rank`` runs, in the same order. The rest as for :func:`exchange`. Of samples, only those that ``rank`` runs are
+    read, and dtypes are promoted over them. Raises ``InputError``.
     """
     if not 0 <= rank < plan.ranks:
         raise InputError("no such rank in the plan", expected=f"0 to {plan.ranks - 1}", found=rank)
     wanted = plan.all_members(rank)
     batches = _batches(batch)
     count = len(batch) if batches is None else sum(map(len, batches))
-    if count != plan.num_sequences:
+    if count != plan.num_sequences and (batches is None or count != len(wanted)):
         raise InputError("plan and samples disagree", expected=f"{plan.num_sequences} samples", found=count)
     if batches is None:
         # The first sample tells the schema where this rank has no sequence; the others' rows are not read.
@@ -174,7 +175,8 @@ def materialize(
         rows = list(range(len(wanted)))
     else:
         # Views of all sequences cost little.
-        ids, rows = np.arange(count), wanted.tolist()
+        ids = np.arange(count) if count == plan.num_sequences else np.sort(wanted)
+        rows = np.searchsorted(ids, wanted).tolist()
         columns = _columns_of(batch, (), fields, lambda i: f"sample {i}", per_item)
     odd = np.flatnonzero(columns.lengths != plan.original_lengths[ids])
     if len(odd):

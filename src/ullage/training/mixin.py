@@ -44,7 +44,7 @@ from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.lost import LostRanks
 from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.shared import SharedPart
+from ullage.training.batches.steps import SharedPart
 from ullage.training.evaluation import Evaluator
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
@@ -368,10 +368,10 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         """
         options = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         if is_training:
-            size = self._sharing.size_for(dataset)
+            size = self._sharing.size_for(dataset, batch_size)
             with replaced(self.accelerator, "device_placement", False), self._drawn_by(size):
                 loader = super()._get_dataloader(dataset, description, size or batch_size, *options[3:])
-            return self._steps.read_from(loader, dataset, batch_size)
+            return self._steps.read_from(loader, dataset, None if size is None else batch_size)
         if self._reader.evaluates_itself:
             return super()._get_dataloader(*options)
         with self._drawn_by(None):  # without a sampler: in the order of the data set
@@ -381,13 +381,14 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
     def _drawn_by(self, size: int | None) -> Iterator[None]:
         """Within it accelerate divides batches among the ranks that draw different ones.
 
-        ``size``: of a global batch, which it does not divide, and by which a sampler groups samples; None without.
+        ``size``: of a global batch, which it does not divide; a sampler groups samples by the size in the arguments.
         """
         state, (rank, number) = self.accelerator.state, data_ranks(self.model, self.args)
         with contextlib.ExitStack() as stack:
             if size is not None:
                 rank, number = 0, 1
-                stack.enter_context(replaced(self.args, "per_device_train_batch_size", size))
+            if self._sharing.size is not None:
+                stack.enter_context(replaced(self.args, "per_device_train_batch_size", self._sharing.size))
             stack.enter_context(replaced(state, "process_index", rank))
             stack.enter_context(replaced(state, "num_processes", number))
             yield

@@ -15,7 +15,7 @@ from ullage.core.items import join_items, split_items
 from ullage.core.layout import Layout
 from ullage.planning import Plan
 from ullage.training.batches import forms, targets
-from ullage.training.batches.shared import SharedPart
+from ullage.training.batches.steps import SharedPart
 
 
 @dataclass(frozen=True)

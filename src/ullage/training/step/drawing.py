@@ -36,12 +36,13 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.errors import CheckpointError, DistributedError, TrainingError
 from ullage.core.layout import Int64
 from ullage.exchange.source import deal
+from ullage.planning import Plan
 from ullage.ranks import Axis, agree
 from ullage.ranks.lost import LostRanks
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
 from ullage.training.batches.sampling import SampleIndices, divide_exactly
-from ullage.training.batches.shared import SharedPart
+from ullage.training.batches.steps import SharedPart
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
@@ -69,6 +70,7 @@ class StepCounts:
 
     labels: Tensor
     batches: Int64
+    steps: Int64
     complete: bool
     weight: float
     failed: bool = False
@@ -80,27 +82,35 @@ class StepCounts:
         return cls(
             torch.stack([met.labels for met in meetings]).sum(0),
             np.sum([met.batches for met in meetings], 0),
+            meetings[-1].steps,
             all(met.complete for met in meetings),
             math.fsum(met.weight for met in meetings),
         )
 
     @staticmethod
     def row(
-        labels: int, complete: bool, problem: BaseException | None, batches: int, stop: int, weight: float
+        labels: int,
+        complete: bool,
+        problem: BaseException | None,
+        batches: int,
+        stop: int,
+        weight: float,
+        step: int = 0,
     ) -> list[int]:
-        """What a rank tells the others before a step: six integers, of which the last holds the bits of a float64."""
-        # 120 labels in 2 batches, all with labels, without a problem, a stop or weights: [120, 1, 0, 2, 0, 0].
-        return [labels, int(complete), int(problem is not None), batches, stop, int(np.float64(weight).view(np.int64))]
+        """What a rank tells the others before a step: seven integers, of which one holds the bits of a float64."""
+        # 120 labels in 2 batches, all with labels, without a problem, a stop or weights: [120, 1, 0, 2, 0, 0, 0].
+        bits = int(np.float64(weight).view(np.int64))
+        return [labels, int(complete), int(problem is not None), batches, stop, bits, step]
 
     @classmethod
     def of(cls, ranks: Tensor, sharing: Sequence[Sequence[int]] | None = None) -> StepCounts:
-        """The counts that the rows [ranks, 6] of all ranks tell. Waits for their device.
+        """The counts that the rows [ranks, 7] of all ranks tell. Waits for their device.
 
         ``sharing``: the ranks that draw the same batches, each group one rank of the result; None if all draw others.
         Raises ``DistributedError`` on every rank if those of a group have drawn others.
         """
         told = ranks.cpu().numpy()
-        _, complete, failed, _, stops, _ = told.T
+        _, complete, failed, _, stops, _, _ = told.T
         if sharing is not None:
             drawn = told[np.array(sharing)]
             if not failed.any() and (drawn != drawn[:, :1])[..., [0, 3]].any():
@@ -116,6 +126,7 @@ class StepCounts:
         return cls(
             labels=ranks[:, 0],
             batches=batches,
+            steps=told[:, 6],
             complete=bool(complete.all()),
             # fsum rounds once, so the order of the ranks does not matter.
             weight=math.fsum(np.ascontiguousarray(weights).view(np.float64).tolist()),
@@ -209,20 +220,15 @@ class StepSource:
         """Forget what an earlier run has warned of, and its dataloader."""
         self._has_warned_of_unused, self._indices = False, None
 
-    def read_from(self, loader: Any, dataset: Any, most: int) -> Any:
+    def read_from(self, loader: Any, dataset: Any, most: int | None) -> Any:
         """The training dataloader over ``dataset``, whose indices are recorded from now on.
 
-        ``most``: samples of a microbatch at most, where the ranks share a global batch without packing.
+        ``most``: samples of a microbatch at most without packing, where the ranks share steps; None where they do not.
         """
-        if self._sharing.size is not None:
+        if most is not None:
             self._sharing.share(loader, most)
         else:
-            divide_exactly(
-                loader,
-                dataset,
-                packed=self._packer.options is not None,
-                sharded=sharding_of(self._trainer.model) is not None,
-            )
+            divide_exactly(loader, dataset, sharded=sharding_of(self._trainer.model) is not None)
         self._indices = SampleIndices(loader)
         return loader
 
@@ -298,7 +304,7 @@ class StepSource:
             return
         number = data_ranks(self._trainer.model, self._trainer.args)[1]
         where = f"step {self._trainer.state.global_step}"
-        if len(kept["given"]) != number and not self._sharing.is_on:
+        if len(kept["given"]) != number and self._sharing.size is None:
             raise CheckpointError(
                 "a stream that was divided among the ranks goes on on as many ranks",
                 where=where,
@@ -341,14 +347,14 @@ class StepSource:
         drawn, (ranks, order) = self._kept.pop(_DRAWN, None), self._kept.pop(_ORDER, (0, -1))
         if self._sharing.is_on:  # every rank draws one part a step, whatever it drew before
             drawn = None
-        self._sharing.resume(0)
+        self._sharing.begin_epoch(0)
         if not self._resumes(others) or epoch != epochs_trained or not steps_trained_in_current_epoch:
             return begun
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
         # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = steps_trained_in_current_epoch
         begun.order_before = order if ranks == number and self._trainer.args.process_index == 0 else -1
-        self._sharing.resume(begun.recorded)
+        self._sharing.begin_epoch(begun.recorded)
         begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
         begun.given[:] = begun.steps
         # Under packing a rank may have drawn more batches than steps (its peers ended first) or fewer (its own data
@@ -442,10 +448,13 @@ class StepSource:
         part = SharedPart([], [])
         try:
             for part in itertools.islice(iterator, 1):
-                part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
-                indices, first = self._next_indices(epoch), 0
+                self._next_indices(epoch)
+                if part.plan is None:
+                    part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
+                first = 0
                 for batch, size in zip(part.batches, part.sizes, strict=True):
-                    self._check(batch, None if indices is None else indices[first : first + size])
+                    if size:
+                        self._check(batch, None if part.indices is None else part.indices[first : first + size])
                     first += size
                 part = self._sharing.complete(part)
         except Exception as error:  # whatever it is, the other ranks have to hear of it
@@ -526,25 +535,30 @@ class StepSource:
     ) -> tuple[list[Any], Tensor | None]:
         """This rank's part of a step that the ranks share; one packed batch under packing."""
         part, problem = self._draw_part(epoch, iterator)
-        met = self._count_together(list(part.batches), device, problem, sum(part.sizes))
+        batches = [batch for batch, size in zip(part.batches, part.sizes) if size]  # a plan may leave some empty
+        met = self._count_together(batches, device, problem, sum(part.sizes), part.told)
         epoch.ended = not met.batches.any()
         if epoch.ended:
             return [], None
-        self._sharing.require_same_stream(met.batches.tolist())
+        is_planned = self._sharing.require_same_step(met.steps.tolist(), met.batches.tolist())
         epoch.given += 1
         self._keep_place(epoch)
         if self._packer.packs_drawn:
-            return self._pack(list(part.batches), [met], device)
+            return self._pack(part.batches if is_planned else batches, [met], device, part.plan if is_planned else None)
         for batch in part.batches:
             self._count_batch(batch)
         part = replace(part, number=self._sharing.number(met.batches), num_samples=int(met.batches.sum()))
         return [part], self._num_items(met.labels, met.complete)
 
     def _pack(
-        self, drawn: list[RaggedBatch], meetings: Sequence[StepCounts], device: torch.device
+        self,
+        drawn: Sequence[RaggedBatch],
+        meetings: Sequence[StepCounts],
+        device: torch.device,
+        plan: Plan | None = None,
     ) -> tuple[list[Any], Tensor | None]:
-        """The packed batch of what was drawn in several rounds, and the labels that count."""
-        packed = self._packer.pack(drawn)
+        """The packed batch of what was drawn in several rounds, or by a plan, and the labels that count."""
+        packed = self._packer.pack(drawn, plan)
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
         # labels to look for.
@@ -583,10 +597,11 @@ class StepSource:
         device: torch.device,
         problem: Exception | None = None,
         number: int | None = None,
+        step: int = 0,
     ) -> StepCounts:
-        """One reduction of six integers; waits for the device. Raises on every rank if one has a problem.
+        """One reduction of seven integers; waits for the device. Raises on every rank if one has a problem.
 
-        ``number``: what is told in the place of the number of batches.
+        ``number``: what is told in the place of the number of batches; ``step``: which step it is, and how it was read.
         """
         counts: list[int] = []
         weight, weigher = 0.0, self._packer.weigher
@@ -604,7 +619,7 @@ class StepSource:
         complete = len(counts) == len(batches)
         told = problem or self._background.failure
         number = len(batches) if number is None else number
-        mine = StepCounts.row(sum(counts), complete, told, number, int(self._stop.requested), weight)
+        mine = StepCounts.row(sum(counts), complete, told, number, int(self._stop.requested), weight, step)
         sharding = sharding_of(self._trainer.model)
         met = StepCounts.of(self._gather(mine, device), None if sharding is None else sharding.ranks_of_batch)
         self._stop.agreed = met.stop

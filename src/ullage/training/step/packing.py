@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,55 +59,29 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class StepPlanner:
-    """Plans steps and exchanges them.
+class Planning:
+    """How steps are planned: what a worker of a data loader can know of it.
 
     Attributes:
-        topology: all ranks along dp.
         options: of packing.
         cost: of the model.
+        ranks: that draw different batches.
         meets_every_microbatch: whether ranks wait for each other in each microbatch.
-        config: of the model, which tells what images take.
-        times: what planning and exchanging took is added to them.
     """
 
-    topology: Topology
     options: PackingOptions
     cost: Cost
+    ranks: int
     meets_every_microbatch: bool
-    config: Any = None
-    times: StepTimes = field(default_factory=StepTimes)
 
-    def pack(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
-        """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
+    def plan_fitting(self, lengths: Int64) -> Plan | None:
+        """The plan of sequences that all fit, and of which each rank has some; None for any others."""
+        if lengths.min() < 1 or lengths.max() > self.options.capacity or len(lengths) < self.ranks:
+            return None
+        made = self.plan(lengths, {}, self.options.capacities, "error")
+        return made if all(len(made.all_members(rank)) for rank in range(self.ranks)) else None
 
-        ``batches``: of this rank. ``padded``: which of its sequences stay together, and go together.
-        """
-        options = self.options
-
-        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
-            if padded is None:
-                return self._plan(lengths, amounts, options.capacities, options.oversize)
-            asked = padded.planned_lengths(lengths, options.capacity, options.oversize)
-            made = self._plan(asked, amounts, options.capacities, options.oversize, padded.groups(len(lengths)))
-            return replace(made, original_lengths=lengths)
-
-        return self._exchange(batches, planned)
-
-    def pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
-        """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
-
-        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
-            taken = {**amounts, TOKENS: lengths}
-            largest = {
-                name: max(limit, int(taken[name].max(initial=1)) if name in taken else 1)
-                for name, limit in self.options.capacities.items()
-            }
-            return self._plan(lengths, amounts, largest, "error")
-
-        return self._exchange(batches, planned)
-
-    def _plan(
+    def plan(
         self,
         lengths: Int64,
         amounts: dict[str, Int64],
@@ -116,8 +90,12 @@ class StepPlanner:
         together: Any = None,
     ) -> Plan:
         """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
-        ranks = self.topology.dp.size
-        limits: dict[str, Any] = {"ranks": ranks, "capacities": capacities, "oversize": oversize, "amounts": amounts}
+        limits: dict[str, Any] = {
+            "ranks": self.ranks,
+            "capacities": capacities,
+            "oversize": oversize,
+            "amounts": amounts,
+        }
         # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
         # the reduction of gradients.
         made = plan(
@@ -131,7 +109,53 @@ class StepPlanner:
         if made.num_microbatches:
             return made
         # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
-        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * self.ranks], **limits)
+
+
+@dataclass(frozen=True)
+class StepPlanner:
+    """Plans steps and exchanges them.
+
+    Attributes:
+        topology: all ranks along dp.
+        planning: of the steps.
+        config: of the model, which tells what images take.
+        times: what planning and exchanging took is added to them.
+    """
+
+    topology: Topology
+    planning: Planning
+    config: Any = None
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def pack(self, batches: list[RaggedBatch], padded: PaddedLoss | None) -> PackedBatch:
+        """Plan and exchange the batches of all ranks; returns this rank's part. Collective.
+
+        ``batches``: of this rank. ``padded``: which of its sequences stay together, and go together.
+        """
+        options, plan = self.planning.options, self.planning.plan
+
+        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
+            if padded is None:
+                return plan(lengths, amounts, options.capacities, options.oversize)
+            asked = padded.planned_lengths(lengths, options.capacity, options.oversize)
+            made = plan(asked, amounts, options.capacities, options.oversize, padded.groups(len(lengths)))
+            return replace(made, original_lengths=lengths)
+
+        return self._exchange(batches, planned)
+
+    def pack_beside(self, batches: list[RaggedBatch]) -> PackedBatch:
+        """The same for what runs without gradients: a sequence over the capacity gets a microbatch of its length."""
+
+        def planned(lengths: Int64, amounts: dict[str, Int64]) -> Plan:
+            taken = {**amounts, TOKENS: lengths}
+            largest = {
+                name: max(limit, int(taken[name].max(initial=1)) if name in taken else 1)
+                for name, limit in self.planning.options.capacities.items()
+            }
+            return self.planning.plan(lengths, amounts, largest, "error")
+
+        return self._exchange(batches, planned)
 
     def _exchange(
         self, batches: list[RaggedBatch], make_plan: Callable[[Int64, dict[str, Int64]], Plan]
@@ -354,19 +378,33 @@ class Packer:
         # Two FLOPs per parameter and token forward, four backward.
         return 6 * tokens * self._num_parameters
 
-    def pack(self, batches: list[RaggedBatch]) -> PackedBatch:
-        """Plan and exchange the batches of all ranks as one global batch; returns this rank's part. Collective.
-
-        ``batches``: those that this rank has drawn; none if its data have ended.
-        """
+    @property
+    def _planning(self) -> Planning:
         assert self.options is not None
+        ranks, meets = self._topology.dp.size, self.meets_every_microbatch
+        return Planning(self.options, self._cost_of_model, ranks, meets)
+
+    @property
+    def plan_of(self) -> Callable[[Int64], Plan | None] | None:
+        """What plans a step before it is read, where its lengths in tokens are all that counts; else None."""
+        if self.options is None or not self.packs_drawn or self.padded_loss is not None or self.options.limits:
+            return None
+        if self._reader.takes_pairs or getattr(self._config, "vision_config", None) is not None:
+            return None
+        return self._planning.plan_fitting
+
+    def pack(self, batches: Sequence[RaggedBatch], made: Plan | None = None) -> PackedBatch:
+        """This rank's part of the step that the batches of all ranks make up.
+
+        ``batches``: those that this rank has drawn, none if its data have ended; they are planned and exchanged, which
+        is collective. Those that were read by a plan, ``made``, are its microbatches.
+        """
         self._meter.times.steps += 1
-        meets = self.meets_every_microbatch
-        planner = StepPlanner(
-            self._topology, self.options, self._cost_of_model, meets, config=self._config, times=self._meter.times
-        )
-        padded = self.padded_loss
-        step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
+        padded, planner = self.padded_loss, StepPlanner(self._topology, self._planning, self._config, self._meter.times)
+        if made is None:
+            step = planner.pack([targets.join_targets(batch) for batch in batches], padded)
+        else:
+            step = PackedBatch(tuple(batches), made)
         step = replace(step, shifts=self._reader.shifts)
         self._meter.add_packed(step.microbatches, step.plan, self.flops(step))
         return step if padded is None else padded.complete(step, batches, planner.pack_beside)

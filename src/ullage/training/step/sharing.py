@@ -1,4 +1,4 @@
-"""Steps of one global batch, shared over the ranks there are: how they are dealt out, and run without packing.
+"""Steps that belong to the run and not to its ranks: how they are dealt out, and run without packing.
 
 Ranks have unequal numbers of samples where theirs does not divide the global batch, some perhaps none. All run equally
 many microbatches: for one that a rank lacks, a sample runs whose loss and gradients are times zero.
@@ -6,6 +6,7 @@ many microbatches: for one that a rank lacks, a sample runs whose loss and gradi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from ullage.core.errors import DistributedError, InputError
+from ullage.datasets.stored import stored_lengths
 from ullage.mixers.at_rest import random_states_kept
-from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.sampling import StreamParts
-from ullage.training.batches.shared import CollatedParts, SharedBatches, SharedPart, part_of
+from ullage.training.batches.reading import BatchReader, as_ragged
+from ullage.training.batches.sampling import is_divided
+from ullage.training.batches.steps import GlobalBatches, IndexedSteps, PartCollator, SharedPart, StreamSteps, part_of
 from ullage.training.loss.divisions import Division, OwnLoss, declared_division
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StepSharing:
-    """Sharing of a trainer's steps over its ranks. Off unless the arguments say ``packing_global_batch_size=...``.
+    """Sharing of a trainer's steps over its ranks: of those that are packed, and with ``packing_global_batch_size``.
 
     ``trainer``: whose arguments and accelerator count. ``reader``: of its batches. ``packer``: of its steps.
     """
@@ -37,19 +39,23 @@ class StepSharing:
     def __init__(self, trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self._loader: Any = None
-        self._collate: CollatedParts | None = None
+        self._collate: PartCollator | None = None
         self._stand_in: Any = None
-        self._stream: StreamParts | None = None
 
     @property
     def size(self) -> int | None:
-        """Samples of a step over all ranks; None where each rank has batches of its own."""
+        """Samples of a step over all ranks, where the arguments say it; None where it follows from the ranks."""
         return global_batch_of(self._trainer.args)
 
     @property
     def is_on(self) -> bool:
         """Whether what the training dataloader gives are parts of steps."""
         return self._collate is not None
+
+    @property
+    def _stream(self) -> StreamSteps | None:
+        dataset = getattr(self._loader, "dataset", None)
+        return dataset if isinstance(dataset, StreamSteps) else None
 
     def require_possible(self) -> None:
         """Raise ``InputError`` for a trainer that draws its batches otherwise."""
@@ -64,11 +70,14 @@ class StepSharing:
                 hint="leave it out: per_device_train_batch_size × ranks is then a step",
             )
 
-    def size_for(self, dataset: Any) -> int | None:
-        """:attr:`size`, for a training data set. Raises ``InputError`` for one that is divided among the ranks."""
-        self._loader = self._collate = self._stand_in = self._stream = None
-        size = self.size
-        if size is not None and getattr(dataset, "_distributed", None) is not None:
+    def size_for(self, dataset: Any, batch_size: int) -> int | None:
+        """Samples of a step of a training data set over all ranks; None where each rank has batches of its own.
+
+        ``batch_size``: of a rank. Raises ``InputError`` for a stream that is divided, where the arguments say a size.
+        """
+        self._loader = self._collate = self._stand_in = None
+        size, ranks = self.size, data_ranks(self._trainer.model, self._trainer.args)[1]
+        if size is not None and is_divided(dataset):
             raise InputError(
                 "a stream that is divided already cannot be shared by the samples of a step",
                 where="train_dataset, packing_global_batch_size",
@@ -76,54 +85,77 @@ class StepSharing:
                 found="a part that split_dataset_by_node has made",
                 hint="give it undivided: each sample is trained on once, on one rank",
             )
-        return size
+        # A sampler of transformers' own makes batches for the ranks.
+        ranks_own = is_divided(dataset, ranks) or self._trainer.args.train_sampling_strategy == "batch_rebalance"
+        return batch_size * ranks if size is None and self._packer.packs_drawn and not ranks_own else size
 
     def share(self, loader: Any, most: int) -> None:
         """Make a dataloader of global batches give this rank's parts of them, in microbatches of ``most`` samples."""
-        args, packs = self._trainer.args, self._packer.options is not None
+        args, packs, column = self._trainer.args, self._packer.packs_drawn, self._reader.main_input
         rank, ranks = data_ranks(self._trainer.model, args)
         inner = getattr(loader, "base_dataloader", loader)
-        size, drops = inner.batch_size, inner.drop_last
+        size, dataset = inner.batch_size, inner.dataset
         # A DataLoader's own setter refuses these after construction.
-        if isinstance(inner.dataset, IterableDataset):
-            self._stream = StreamParts(inner.dataset, size, rank, ranks, drops)
-            vars(inner).update(dataset=self._stream, batch_sampler=None, batch_size=None, drop_last=False)
+        if isinstance(dataset, IterableDataset):
+            steps: Any = StreamSteps(dataset, size, rank, ranks, inner.drop_last, column)
+            vars(inner).update(batch_sampler=None, batch_size=None, drop_last=False)
         else:
             seed = args.seed if args.data_seed is None else args.data_seed
-            vars(inner)["batch_sampler"] = batches = SharedBatches(inner.batch_sampler, rank, ranks, seed)
+            vars(inner)["batch_sampler"] = batches = GlobalBatches(inner.batch_sampler, seed)
             size = batches.batch_size
-        usual = -(-size // ranks)
-        self._collate = CollatedParts(inner.collate_fn, None if packs else most, usual)
+            lengths = stored_lengths(dataset, column, args.length_column_name) if packs else None
+            steps = IndexedSteps(dataset, rank, ranks, lengths)
+        ragged = functools.partial(as_ragged, main_input=column)
+        self._collate = PartCollator(inner.collate_fn, None if packs else most, -(-size // ranks), rank, ragged)
+        vars(inner)["dataset"] = steps
         inner.collate_fn, self._loader = self._collate, inner
 
-    def resume(self, steps: int) -> None:
-        """Pass over the samples of so many steps of a stream when it is next read; 0 begins it."""
+    def begin_epoch(self, trained: int) -> None:
+        """An epoch begins behind so many steps: those of a stream are passed over when it is next read."""
+        if self._collate is None:
+            return
+        self._loader.dataset.plan_of = self._packer.plan_of
         if self._stream is not None:
-            self._stream.trained = steps
+            self._stream.trained = trained
 
-    def require_same_stream(self, sizes: Sequence[int]) -> None:
-        """Raise ``DistributedError``, on every rank, where parts of these sizes are not those of one step."""
-        total, ranks = sum(sizes), len(sizes)
+    def require_same_step(self, told: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether all ranks have read the microbatches of one plan.
+
+        ``told``: the step of each, as :class:`SharedPart` has it. ``sizes``: samples of each one's part. Raises
+        ``DistributedError``, on every rank, where they have read different steps.
+        """
+        # A plan's checksum is twice itself, and one more where the collator kept the lengths that were planned.
+        planned = [number // 2 if number > 0 else number for number in told]
+        where, total, ranks = f"step {self._trainer.state.global_step + 1}", sum(sizes), len(sizes)
+        if len(set(planned)) > 1:
+            raise DistributedError(
+                "the ranks have read different steps",
+                where=where,
+                expected="the same samples on every rank, in the same order and of the same lengths",
+                found=f"checksums {planned}, by rank",
+                hint="give every rank the same data set; a sampler of your own has to draw the same on every rank",
+            )
         parts = [part_of(total, rank, ranks) for rank in range(ranks)]
-        if self._stream is not None and list(sizes) != [part.stop - part.start for part in parts]:
+        if not planned[0] and list(sizes) != [part.stop - part.start for part in parts]:
             raise DistributedError(
                 "the ranks have read different streams",
-                where=f"step {self._trainer.state.global_step + 1}",
+                where=where,
                 expected="the same samples in the same order on every rank, of which each trains on its part",
                 found=f"parts of {list(sizes)} samples, by rank",
-                hint="with packing_global_batch_size give every rank the whole stream, undivided and shuffled alike",
+                hint="give every rank the whole stream, undivided and shuffled alike",
             )
+        return all(number > 0 and number % 2 for number in told)
 
     def complete(self, part: SharedPart) -> SharedPart:
         """A part with what may have to run in the place of a microbatch that it lacks."""
         assert self._collate is not None
-        packs, comes_with_it = self._packer.options is not None, self._stream is not None
+        packs, comes_with_it = self._packer.packs_drawn, self._stream is not None
         if packs or comes_with_it or len(part.batches) >= self._collate.most_batches:
             return part
         if self._stand_in is None:
-            dataset, collate = self._loader.dataset, self._loader.collate_fn
+            dataset, collate = self._loader.dataset.dataset, self._collate.collate
             with random_states_kept(holders=[dataset, collate]):  # the run is to draw the same as ranks that read none
-                (self._stand_in,) = collate([dataset[0]]).batches
+                self._stand_in = collate([dataset[0]])
         return replace(part, stand_in=self._stand_in)
 
     def number(self, sizes: Any) -> int:
