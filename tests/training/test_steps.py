@@ -46,7 +46,7 @@ def test_parts_of_a_plan_are_what_the_plan_makes_of_the_whole_step(lengths, rank
     rows = [{"input_ids": [100 * i + k for k in range(length)]} for i, length in enumerate(lengths)]
     indices = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
 
-    options = PackingOptions(40, "balanced", "error", True, True, True, None)
+    options = PackingOptions(40, "balanced", "error", True, True, None)
     plan_of = Planning(options, TransformerCost(), ranks, meets_every_microbatch=False).plan_fitting
     made = plan_of(np.array(lengths)[indices])
     if made is None:  # some rank would have read nothing
@@ -105,6 +105,20 @@ def test_steps_with_sequences_over_the_capacity_are_exchanged(tmp_path, oversize
     unknown, others, _ = trained(tmp_path / "b", Unmeasured(), **options)
     assert (known, plans) == (unknown, others)
     assert 0 < exchanged < len(plans)
+
+
+def test_a_step_drawn_by_hand_reads_as_a_batch_and_trains(tmp_path):
+    for place, dataset in (("a", ROWS), ("b", Unmeasured())):
+        arguments = quiet(tmp_path / place, packing_capacity=64, per_device_train_batch_size=13, seed=3)
+        trainer = Trainer(make_model("llama"), arguments, COLLATE, dataset)
+        loader = trainer.get_train_dataloader()
+        assert (len(loader), len(loader.dataset), loader.dataset[4]) == (3, 30, ROWS[4])
+        step = next(iter(loader))
+        assert step["input_ids"].shape == step["labels"].shape == (1, int(step["cu_seq_lens_q"][-1]))
+        loss = float(trainer.training_step(trainer.model, step))
+        with torch.no_grad():
+            alone = trainer.model(**step).loss
+        assert loss == pytest.approx(float(alone), abs=2e-6)
 
 
 def test_ranks_that_read_different_steps_are_told(tmp_path):

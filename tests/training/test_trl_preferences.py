@@ -17,7 +17,7 @@ from ullage.planning import TransformerCost, plan
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.step.packing import Planning, StepPlanner
-from ullage.training.trl_losses import PairLoss, RolloutLoss
+from ullage.training.trl.losses import PairLoss, RolloutLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
 ARRIVAL = {"packing_plan_strategy": "next_fit"}
@@ -67,7 +67,7 @@ def test_each_pair_goes_through_once_and_together(pairs, ranks, data):
     strategy = data.draw(st.sampled_from(["balanced", "next_fit"]), "strategy")
     loss = PairLoss(trainer())
     ragged = loss.to_ragged(batch)
-    given = {"coalesce_gradients": True, "chunked_loss": True, "peak_flops": None, "verify": True}
+    given = {"chunked_loss": True, "peak_flops": None, "verify": True}
     options = PackingOptions(capacity, strategy, "drop", **given)
     planner = StepPlanner(Topology.single(), Planning(options, TransformerCost(), 1, meets_every_microbatch=False))
     if ranks == 1:

@@ -40,8 +40,8 @@ from ullage.training.batches.reading import BatchReader, defining_class
 from ullage.training.setup import fsdp
 from ullage.training.setup.arguments import weight_field
 from ullage.training.setup.sharding import data_ranks, sharding_of
-from ullage.training.step.call_metrics import Taken
 from ullage.training.step.packing import Packer
+from ullage.training.trl.call_metrics import Taken
 
 if TYPE_CHECKING:
     import transformers

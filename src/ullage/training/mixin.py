@@ -43,8 +43,8 @@ from ullage.mixers.wrappers import bare
 from ullage.models.modeling import RecurrentModel
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.lost import LostRanks
+from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.steps import SharedPart
 from ullage.training.evaluation import Evaluator
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
@@ -73,7 +73,7 @@ from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.sharing import StepSharing
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl_losses import image_problem, padded_loss_of, picture_collator
+from ullage.training.trl.losses import image_problem, padded_loss_of, picture_collator
 
 logger = logging.get_logger(__name__)
 
@@ -421,6 +421,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         run, padded = super().training_step, self._packer.padded_loss
         if padded is not None and padded.makes_batches:
             inputs = self._packer.pack([padded.make_batch(model, inputs)])
+        if isinstance(inputs, SharedPart) and not inputs.number:  # drawn from the dataloader by hand
+            (inputs,), num_items_in_batch = self._steps.take_part(inputs, self.args.device)
         if isinstance(inputs, PackedBatch):
             loss = self._packer.train_step(run, model, inputs, num_items_in_batch)
         elif isinstance(inputs, SharedPart):

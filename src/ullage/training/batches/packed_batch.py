@@ -1,13 +1,14 @@
-"""A planned step: this rank's part of a global batch."""
+"""A step: this rank's part of a global batch, as it is drawn, and as it is planned."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
@@ -15,7 +16,6 @@ from ullage.core.items import join_items, split_items
 from ullage.core.layout import Layout
 from ullage.planning import Plan
 from ullage.training.batches import forms, targets
-from ullage.training.batches.steps import SharedPart
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,55 @@ class PackedBatch(Mapping[str, Any]):
         raise _read_only(name)
 
     __delitem__ = pop = __setitem__
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """One rank's part of a step, as the training dataloader gives it, and ``training_step`` gets it without packing.
+
+    ``part["input_ids"]`` reads the part as one batch: of sequences, the row of all of them, as in :class:`PackedBatch`.
+
+    Attributes:
+        batches: its microbatches, as the collator makes them; none where it has no samples.
+        sizes: samples of each.
+        number: microbatches that every rank runs.
+        num_samples: of the step, over all ranks.
+        stand_in: what runs in the place of microbatches that this rank lacks, and counts for nothing.
+        plan: by which the microbatches were made; None where the step is still to be planned.
+        plan_seconds: that planning took.
+        indices: of the samples in the data set, in the order of the batches, where they are known.
+        told: what the ranks compare: of the step or its plan, 0 where there is nothing to compare.
+    """
+
+    batches: Sequence[Any]
+    sizes: Sequence[int]
+    number: int = 0
+    num_samples: int = 0
+    stand_in: Any = None
+    plan: Plan | None = None
+    plan_seconds: float = 0.0
+    indices: Sequence[int] | None = None
+    told: int = 0
+
+    # As batches of the collator would be read: by who draws them from the dataloader by hand.
+
+    @functools.cached_property
+    def _fields(self) -> Mapping[str, Any]:
+        if len(self.batches) == 1 and isinstance(self.batches[0], Mapping):
+            return self.batches[0]
+        ragged = tuple(each for each in self.batches if isinstance(each, RaggedBatch) and len(each))
+        return PackedBatch(ragged, self.plan)._fields if ragged else {}  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def keys(self) -> Iterable[str]:
+        """Names of the fields: those of the one batch that there is, or of the row of all sequences."""
+        return self._fields.keys()
+
+    def pin_memory(self) -> SharedPart:
+        """The same in pinned memory, as dataloaders ask for it."""
+        return replace(self, batches=[pin_memory(batch) for batch in self.batches])
 
 
 def _end_to_end(microbatches: tuple[RaggedBatch, ...]) -> RaggedBatch:

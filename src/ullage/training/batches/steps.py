@@ -8,29 +8,35 @@ would have them. What a rank reads of it is one of two things:
   the workers of the data loader if it has some, and nothing is exchanged;
 * otherwise an even part, which the ranks exchange if they pack: of a step's 13 samples three ranks take 4, 4 and 5; of
   a last step of 2, they take 0, 1 and 1. Without packing it is cut into microbatches where it is collated.
+
+Streams that are divided among the ranks stay as they are, and steps that are not packed as transformers draws them,
+unless ``packing_global_batch_size`` says what a step has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64
 from ullage.exchange import materialize
-from ullage.exchange.source import read_from
+from ullage.exchange.source import hub_stream, read_from
 from ullage.mixers.at_rest import random_states_kept
 from ullage.planning import Plan
+from ullage.training.batches.packed_batch import SharedPart
 
 #: The plan of a step over all ranks by the lengths of its sequences; None where they have to be read first.
 PlanOf = Callable[[Int64], Plan | None]
@@ -81,14 +87,16 @@ class StepSamples(list[Any]):
     Attributes:
         plan: of the step, by which the rank was given them, in the order of the step; None for an even part.
         indices: theirs in the data set; None in a stream.
+        plan_seconds: that planning took.
         step: a checksum of what says which step it is, the same on every rank; None where nothing does.
-        spare: a sample of a stream's step, which every rank has read.
+        spare: reads a sample of the step, for a rank that has fewer microbatches than others.
     """
 
     plan: Plan | None = None
+    plan_seconds: float = 0.0
     indices: list[int] | None = None
     step: int | None = None
-    spare: Any = None
+    spare: partial[Any] | None = None
 
 
 @dataclass
@@ -110,12 +118,21 @@ class IndexedSteps(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
     def __getitems__(self, indices: list[int]) -> StepSamples:
+        began = time.perf_counter()
         plan = None if self.lengths is None or self.plan_of is None else self.plan_of(self.lengths[indices])
+        seconds = time.perf_counter() - began
         chosen = [indices[place] for place in _places(plan, len(indices), self.rank, self.ranks)]
         read = getattr(self.dataset, "__getitems__", None) if chosen else None
         samples = StepSamples([self.dataset[i] for i in chosen] if read is None else read(chosen))
-        samples.plan, samples.indices, samples.step = plan, chosen, zlib.crc32(str(list(indices)).encode())
+        samples.plan, samples.plan_seconds, samples.indices = plan, seconds, chosen
+        samples.spare = partial(self.__getitem__, indices[0])
+        samples.step = zlib.crc32(str(list(indices)).encode())
         return samples
 
 
@@ -169,9 +186,11 @@ class StreamSteps(IterableDataset):
         while step := list(itertools.islice(samples, self._size)):
             if len(step) < self._size and self._drop_last:
                 return
+            began = time.perf_counter()
             plan = self._plan(step)
+            seconds = time.perf_counter() - began
             part = StepSamples(step[place] for place in _places(plan, len(step), self._rank, self._ranks))
-            part.plan, part.spare = plan, step[0]
+            part.plan, part.plan_seconds, part.spare = plan, seconds, partial(step.__getitem__, 0)
             yield part
 
     def _plan(self, step: list[Any]) -> Plan | None:
@@ -185,35 +204,6 @@ def seed_generator(dataset: Any, epoch: int) -> None:
     generator = getattr(dataset, "generator", None)
     if generator is not None and not hasattr(dataset, "set_epoch"):
         generator.manual_seed(epoch)
-
-
-@dataclass(frozen=True)
-class SharedPart:
-    """One rank's part of a step: what ``training_step`` is given without packing.
-
-    Attributes:
-        batches: its microbatches, as the collator makes them; none where it has no samples.
-        sizes: samples of each.
-        number: microbatches that every rank runs.
-        num_samples: of the step, over all ranks.
-        stand_in: what runs in the place of microbatches that this rank lacks, and counts for nothing.
-        plan: by which the microbatches were made; None where the step is still to be planned.
-        indices: of the samples in the data set, in the order of the batches, where they are known.
-        told: what the ranks compare: of the step or its plan, 0 where there is nothing to compare.
-    """
-
-    batches: Sequence[Any]
-    sizes: Sequence[int]
-    number: int = 0
-    num_samples: int = 0
-    stand_in: Any = None
-    plan: Plan | None = None
-    indices: Sequence[int] | None = None
-    told: int = 0
-
-    def pin_memory(self) -> SharedPart:
-        """The same in pinned memory, as dataloaders ask for it."""
-        return replace(self, batches=[pin_memory(batch) for batch in self.batches])
 
 
 class PartCollator:
@@ -238,11 +228,6 @@ class PartCollator:
         self.collate, self._most, self._usual = collate, most, usual
         self._rank, self._ragged = rank, ragged
 
-    @property
-    def most_batches(self) -> int:
-        """Microbatches of a part at most."""
-        return self.number(self._usual)
-
     def number(self, size: int) -> int:
         """Microbatches of a part of so many samples: as many on the ranks of a full step, whose parts differ by one."""
         if self._most is None:
@@ -260,11 +245,11 @@ class PartCollator:
             indices=samples.indices,
             told=0 if samples.step is None else -1 - samples.step,
         )
-        if spare is None or self._most is None or number >= self.most_batches:
+        if spare is None or self._most is None or number >= self.number(self._usual):
             return collated
-        # A stream cannot be asked for a sample again, so one comes with the part.
-        with random_states_kept(holders=[self.collate]):  # the run is to draw the same as ranks that collate none
-            return replace(collated, stand_in=self.collate([spare]))
+        # The run is to draw the same as ranks that read and collate none.
+        with random_states_kept(holders=[self.collate, spare.func]):
+            return replace(collated, stand_in=self.collate([spare()]))
 
     def _planned(self, samples: StepSamples, plan: Plan) -> SharedPart:
         """The microbatches of the plan; one batch where the collator has made sequences of other lengths."""
@@ -277,4 +262,82 @@ class PartCollator:
         if indices is not None:
             place_of = dict(zip(sorted(plan.all_members(self._rank)), indices))
             indices = [place_of[place] for place in plan.all_members(self._rank)]
-        return SharedPart(batches, list(map(len, batches)), plan=plan, indices=indices, told=told + 3)
+        seconds = samples.plan_seconds
+        sizes = list(map(len, batches))
+        return SharedPart(batches, sizes, plan=plan, plan_seconds=seconds, indices=indices, told=told + 3)
+
+
+class RecordedBatches:
+    """A batch sampler, and the indices of its batches that were not drawn yet. In all else it is the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._waiting: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A new queue per epoch. The generator keeps its own, so that one left half read cannot add to the next epoch's.
+        self._waiting = waiting = deque()
+
+        def batches() -> Iterator[Any]:
+            for indices in self._sampler:
+                waiting.append(list(indices))
+                yield indices
+
+        return batches()
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """That of the sampler, as accelerate's own wrappers of dataloaders do it."""
+        return type(self._sampler)
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+class SampleIndices:
+    """Data set indices of the samples of training batches. Made for one dataloader, whose batch sampler it wraps.
+
+    A collator sees samples, not indices. The batch sampler is therefore wrapped: it remembers the indices that it gave
+    out until the Trainer draws the batch that was made of them. Batches come in the sampler's order, also from worker
+    processes that read ahead. A dataloader over an iterable, and one whose sampler gives batches itself, have no
+    indices to record.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._batches: RecordedBatches | None = None
+        inner = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(inner, "batch_sampler", None)
+        if sampler is not None and not isinstance(getattr(inner, "dataset", None), IterableDataset):
+            self._batches = RecordedBatches(sampler)
+            vars(inner)["batch_sampler"] = self._batches  # a DataLoader's own setter refuses it after construction
+
+    def next_batch(self) -> list[int] | None:
+        """The indices of the batch drawn now; ``None`` where they are not known."""
+        return None if self._batches is None else self._batches.next_batch()
+
+    @property
+    def drawn_by(self) -> str:
+        """The class of the sampler that orders the samples."""
+        found = getattr(self._batches, "_sampler", None)
+        while (inner := getattr(found, "batch_sampler", getattr(found, "sampler", None))) is not None:
+            found = inner
+        return type(found).__name__
+
+
+def divided(dataset: Any, ranks: int = 1) -> bool:
+    """Whether ranks read parts of a stream: ``split_dataset_by_node`` has divided it, or accelerate will, by shards.
+
+    accelerate shards a stream of ``datasets`` that has a shard for each rank. Source: accelerate 1.15, data_loader.py.
+    """
+    if getattr(dataset, "_distributed", None) is not None:
+        return True
+    return hub_stream(dataset) and 1 < ranks <= dataset.n_shards

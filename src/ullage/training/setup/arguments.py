@@ -235,7 +235,6 @@ class PackingOptions:
         capacity: tokens of a microbatch on one rank, at most.
         strategy: name of the planning strategy.
         oversize: what becomes of a sequence over the capacity: ``"error"``, ``"truncate"`` or ``"drop"``.
-        coalesce_gradients: whether ZeRO reduces gradients once per step.
         chunked_loss: whether head and loss run in chunks, where nobody asks for logits.
         verify: whether the model is proved to keep sequences apart before the first step.
         peak_flops: FLOP/s that one device could do, for ``mfu``; None without it.
@@ -245,7 +244,6 @@ class PackingOptions:
     capacity: int
     strategy: str
     oversize: str
-    coalesce_gradients: bool
     chunked_loss: bool
     verify: bool
     peak_flops: float | None
@@ -293,7 +291,6 @@ class PackingOptions:
             capacity,
             arguments.packing_plan_strategy,
             arguments.packing_oversize,
-            arguments.packing_coalesce_gradients,
             arguments.packing_chunked_loss,
             getattr(arguments, "packing_verify", True),
             peak_flops_of(arguments),

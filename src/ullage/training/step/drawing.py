@@ -40,9 +40,9 @@ from ullage.planning import Plan
 from ullage.ranks import Axis, agree
 from ullage.ranks.lost import LostRanks
 from ullage.training.batches import counting
+from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.sampling import SampleIndices, divide_exactly
-from ullage.training.batches.steps import SharedPart
+from ullage.training.batches.steps import SampleIndices, divided
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
@@ -227,8 +227,8 @@ class StepSource:
         """
         if most is not None:
             self._sharing.share(loader, most)
-        else:
-            divide_exactly(loader, dataset, sharded=sharding_of(self._trainer.model) is not None)
+        elif divided(dataset):  # accelerate would divide it once more, and most of it would never be read
+            vars(getattr(loader, "base_dataloader", loader))["dataset"] = dataset
         self._indices = SampleIndices(loader)
         return loader
 
@@ -456,7 +456,6 @@ class StepSource:
                     if size:
                         self._check(batch, None if part.indices is None else part.indices[first : first + size])
                     first += size
-                part = self._sharing.complete(part)
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             return part, error
         return part, None
@@ -481,14 +480,11 @@ class StepSource:
                 counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
                 counting.require_limits(batch, options.limits, getattr(self._reader.model, "config", None))
         except counting.SampleError as error:
-            index, sample = None, error.sample // per_sample
-            if self._indices is not None:
-                ragged = None if padded is None else padded.to_ragged
-                index = self._indices.index_of(indices, batch, sample, self._reader.main_input, ragged, per_sample)
-            place = f"train_dataset[{index}]"
-            if index is None:
-                rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
-                place = f"{rank}sample {sample} of the batch"
+            sample, number = error.sample // per_sample, len(counting.field_by_sample(batch, self._reader.main_input))
+            rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
+            # A collator that leaves samples out, or makes several of one, has no index for each.
+            known = indices if indices is not None and len(indices) * per_sample == number else None
+            place = f"{rank}sample {sample} of the batch" if known is None else f"train_dataset[{known[sample]}]"
             raise error.at(place) from None
 
     def _tell_of_unused(self, drawn: Int64) -> None:
@@ -535,15 +531,27 @@ class StepSource:
     ) -> tuple[list[Any], Tensor | None]:
         """This rank's part of a step that the ranks share; one packed batch under packing."""
         part, problem = self._draw_part(epoch, iterator)
+        batches, count = self.take_part(part, device, problem)
+        epoch.ended = not batches
+        if batches:
+            epoch.given += 1
+            self._keep_place(epoch)
+        return batches, count
+
+    def take_part(
+        self, part: SharedPart, device: torch.device, problem: Exception | None = None
+    ) -> tuple[list[Any], Tensor | None]:
+        """What is trained on of a drawn part, and the labels that count; nothing behind the last step. Collective.
+
+        ``problem``: what is wrong with this rank's part.
+        """
         batches = [batch for batch, size in zip(part.batches, part.sizes) if size]  # a plan may leave some empty
         met = self._count_together(batches, device, problem, sum(part.sizes), part.told)
-        epoch.ended = not met.batches.any()
-        if epoch.ended:
+        if not met.batches.any():
             return [], None
         is_planned = self._sharing.require_same_step(met.steps.tolist(), met.batches.tolist())
-        epoch.given += 1
-        self._keep_place(epoch)
         if self._packer.packs_drawn:
+            self._meter.times.plan += part.plan_seconds
             return self._pack(part.batches if is_planned else batches, [met], device, part.plan if is_planned else None)
         for batch in part.batches:
             self._count_batch(batch)

@@ -20,7 +20,7 @@ from ullage.ranks.world import gather
 from ullage.training.batches.amounts import items_in
 
 
-def make_packable(model: nn.Module, *, is_sharded: bool = False, is_proved: bool = False) -> tuple[Way, ...] | None:
+def make_packable(model: nn.Module, *, is_sharded: bool = False) -> tuple[Way, ...] | None:
     """Make a bare model keep the sequences of a packed row apart, in place; one that does so already stays as it is.
 
     Args:

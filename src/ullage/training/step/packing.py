@@ -1,11 +1,11 @@
 """Packed, balanced training: each optimizer step is a global batch, planned over the ranks and run as microbatches.
 
-Where the Trainer draws a batch, the ranks gather the lengths of all their sequences, plan them (every rank by itself,
-the same plan), and exchange them, so that each rank gets microbatches of at most ``capacity`` tokens and as much work
-as the others. Sampling, workers, resuming and epochs stay transformers' own: one batch in, one batch out. The
-microbatches then run inside one ``training_step``; gradients meet once, after the last. The loss is normalised by the
-labels that count in the whole step over all ranks, or by the weights of its sequences, so it does not depend on how the
-sequences were packed.
+Every rank plans a step by itself, the same plan, so that each gets microbatches of at most ``capacity`` tokens and as
+much work as the others. Where lengths are stored, that is done as samples are read (``batches.steps``), and a rank
+reads its own. Else the ranks gather the lengths of what each has collated, plan it, and exchange the sequences.
+Sampling, workers, resuming and epochs stay transformers' own: one batch in, one batch out. The microbatches then run
+inside one ``training_step``; gradients meet once, after the last. The loss is normalised by the labels that count in
+the whole step over all ranks, or by the weights of its sequences, so it does not depend on how they were packed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ from ullage.training.loss.divisions import Division, OwnLoss, division_of, share
 from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
-from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
 from ullage.training.step.packable import items_of_step, meet_in_towers, require_equal_calls, truncation_problem
-from ullage.training.step.padded_loss import PaddedLoss
-from ullage.training.step.reduction import GradientReduction
+from ullage.training.step.reduction import GradientReduction, run_weighed
 from ullage.training.step.verifying import PackingProof
-from ullage.training.step.weighing import run_weighed
+from ullage.training.trl.call_metrics import CallMetrics, Taken
+from ullage.training.trl.padded_loss import PaddedLoss
 
 if TYPE_CHECKING:
     import transformers

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -17,14 +16,20 @@ from torch.utils.data import IterableDataset
 
 from ullage.core.errors import DistributedError, InputError
 from ullage.datasets.stored import stored_lengths
-from ullage.mixers.at_rest import random_states_kept
+from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader, as_ragged
-from ullage.training.batches.sampling import is_divided
-from ullage.training.batches.steps import GlobalBatches, IndexedSteps, PartCollator, SharedPart, StreamSteps, part_of
+from ullage.training.batches.steps import (
+    GlobalBatches,
+    IndexedSteps,
+    PartCollator,
+    StreamSteps,
+    divided,
+    part_of,
+)
 from ullage.training.loss.divisions import Division, OwnLoss, declared_division
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
-from ullage.training.step.weighing import run_weighed
+from ullage.training.step.reduction import run_weighed
 
 if TYPE_CHECKING:
     from ullage.training.step.packing import Packer
@@ -40,7 +45,6 @@ class StepSharing:
         self._trainer, self._reader, self._packer = trainer, reader, packer
         self._loader: Any = None
         self._collate: PartCollator | None = None
-        self._stand_in: Any = None
 
     @property
     def size(self) -> int | None:
@@ -75,9 +79,9 @@ class StepSharing:
 
         ``batch_size``: of a rank. Raises ``InputError`` for a stream that is divided, where the arguments say a size.
         """
-        self._loader = self._collate = self._stand_in = None
+        self._loader = self._collate = None
         size, ranks = self.size, data_ranks(self._trainer.model, self._trainer.args)[1]
-        if size is not None and is_divided(dataset):
+        if size is not None and divided(dataset):
             raise InputError(
                 "a stream that is divided already cannot be shared by the samples of a step",
                 where="train_dataset, packing_global_batch_size",
@@ -86,7 +90,7 @@ class StepSharing:
                 hint="give it undivided: each sample is trained on once, on one rank",
             )
         # A sampler of transformers' own makes batches for the ranks.
-        ranks_own = is_divided(dataset, ranks) or self._trainer.args.train_sampling_strategy == "batch_rebalance"
+        ranks_own = divided(dataset, ranks) or self._trainer.args.train_sampling_strategy == "batch_rebalance"
         return batch_size * ranks if size is None and self._packer.packs_drawn and not ranks_own else size
 
     def share(self, loader: Any, most: int) -> None:
@@ -145,18 +149,6 @@ class StepSharing:
                 hint="give every rank the whole stream, undivided and shuffled alike",
             )
         return all(number > 0 and number % 2 for number in told)
-
-    def complete(self, part: SharedPart) -> SharedPart:
-        """A part with what may have to run in the place of a microbatch that it lacks."""
-        assert self._collate is not None
-        packs, comes_with_it = self._packer.packs_drawn, self._stream is not None
-        if packs or comes_with_it or len(part.batches) >= self._collate.most_batches:
-            return part
-        if self._stand_in is None:
-            dataset, collate = self._loader.dataset.dataset, self._collate.collate
-            with random_states_kept(holders=[dataset, collate]):  # the run is to draw the same as ranks that read none
-                self._stand_in = collate([dataset[0]])
-        return replace(part, stand_in=self._stand_in)
 
     def number(self, sizes: Any) -> int:
         """Microbatches that every rank runs, where the parts of the ranks are of these sizes."""
