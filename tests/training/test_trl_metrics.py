@@ -10,8 +10,8 @@ import torch
 from tests.support import trl_cases
 from tests.support.small_runs import on_ranks
 from ullage.training import trl
-from ullage.training.trl import call_metrics as trl_metrics
-from ullage.training.trl.call_metrics import CallMetrics, Difference
+from ullage.training.step import call_metrics as trl_metrics
+from ullage.training.step.call_metrics import CallMetrics, Difference
 
 NAMES = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
 EVALUATED = tuple(f"eval_{name}" for name in NAMES)

@@ -17,7 +17,7 @@ from ullage.planning import TransformerCost, plan
 from ullage.ranks import Topology
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.step.packing import Planning, StepPlanner
-from ullage.training.trl.losses import PairLoss, RolloutLoss
+from ullage.training.trl_losses import PairLoss, RolloutLoss
 
 slow = pytest.mark.slow  # TRL alone takes seconds to load
 ARRIVAL = {"packing_plan_strategy": "next_fit"}

@@ -40,8 +40,8 @@ from ullage.training.batches.reading import BatchReader, defining_class
 from ullage.training.setup import fsdp
 from ullage.training.setup.arguments import weight_field
 from ullage.training.setup.sharding import data_ranks, sharding_of
+from ullage.training.step.call_metrics import Taken
 from ullage.training.step.packing import Packer
-from ullage.training.trl.call_metrics import Taken
 
 if TYPE_CHECKING:
     import transformers
@@ -323,11 +323,8 @@ class Evaluator:
     def _meet(self, record: Any, failure: Exception | None) -> list[Any]:
         """The record of each rank, or an error on every rank if one has a ``failure``. Collective."""
         self._told = failure
-        return gather_agreed(record, self._axis, _DOING, failure)
-
-    @property
-    def _axis(self) -> Axis:
-        return Axis.world() if self._trainer.args.world_size > 1 else Axis("world")
+        axis = Axis.world() if self._trainer.args.world_size > 1 else Axis("world")
+        return gather_agreed(record, axis, _DOING, failure)
 
     def _with_loss(self, output: EvalLoopOutput, prefix: str) -> EvalLoopOutput:
         """The output with the mean loss over all labels, and the number of samples. Collective."""

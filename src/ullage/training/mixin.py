@@ -73,7 +73,7 @@ from ullage.training.step.metering import TokenMeter
 from ullage.training.step.packing import PackedBatch, Packer
 from ullage.training.step.sharing import StepSharing
 from ullage.training.step.stopping import StopFlag
-from ullage.training.trl.losses import image_problem, padded_loss_of, picture_collator
+from ullage.training.trl_losses import image_problem, padded_loss_of, picture_collator
 
 logger = logging.get_logger(__name__)
 

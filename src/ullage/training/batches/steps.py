@@ -268,11 +268,24 @@ class PartCollator:
 
 
 class RecordedBatches:
-    """A batch sampler, and the indices of its batches that were not drawn yet. In all else it is the sampler."""
+    """A batch sampler that remembers the indices of its batches until they are drawn. In all else it is the sampler.
+
+    A collator sees samples, not indices. Batches come in the sampler's order, also from workers that read ahead.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._waiting: deque[list[int]] = deque()
+
+    @classmethod
+    def put_in(cls, loader: Any) -> RecordedBatches | None:
+        """Wrap the batch sampler of a dataloader; None where an iterable, or another sampler, gives the batches."""
+        inner = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(inner, "batch_sampler", None)
+        if sampler is None or isinstance(getattr(inner, "dataset", None), IterableDataset):
+            return None
+        vars(inner)["batch_sampler"] = recorded = cls(sampler)  # a DataLoader's own setter refuses it by now
+        return recorded
 
     def __iter__(self) -> Iterator[Any]:
         # A new queue per epoch. The generator keeps its own, so that one left half read cannot add to the next epoch's.
@@ -299,35 +312,13 @@ class RecordedBatches:
         return type(self._sampler)
 
     def next_batch(self) -> list[int] | None:
-        """The indices of the batch drawn now; ``None`` where they are not known."""
+        """The indices of the batch drawn now; None where they are not known."""
         return self._waiting.popleft() if self._waiting else None
-
-
-class SampleIndices:
-    """Data set indices of the samples of training batches. Made for one dataloader, whose batch sampler it wraps.
-
-    A collator sees samples, not indices. The batch sampler is therefore wrapped: it remembers the indices that it gave
-    out until the Trainer draws the batch that was made of them. Batches come in the sampler's order, also from worker
-    processes that read ahead. A dataloader over an iterable, and one whose sampler gives batches itself, have no
-    indices to record.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._batches: RecordedBatches | None = None
-        inner = getattr(loader, "base_dataloader", loader)
-        sampler = getattr(inner, "batch_sampler", None)
-        if sampler is not None and not isinstance(getattr(inner, "dataset", None), IterableDataset):
-            self._batches = RecordedBatches(sampler)
-            vars(inner)["batch_sampler"] = self._batches  # a DataLoader's own setter refuses it after construction
-
-    def next_batch(self) -> list[int] | None:
-        """The indices of the batch drawn now; ``None`` where they are not known."""
-        return None if self._batches is None else self._batches.next_batch()
 
     @property
     def drawn_by(self) -> str:
         """The class of the sampler that orders the samples."""
-        found = getattr(self._batches, "_sampler", None)
+        found = self._sampler
         while (inner := getattr(found, "batch_sampler", getattr(found, "sampler", None))) is not None:
             found = inner
         return type(found).__name__

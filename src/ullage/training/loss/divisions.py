@@ -160,17 +160,22 @@ def require_counted(trainer: transformers.Trainer, division: Division | None, co
         )
 
 
-def division_of(trainer: transformers.Trainer, *, counted: bool) -> Division:
-    """The division of a packed microbatch's loss, as it is declared or known without running it.
+def division_of(trainer: transformers.Trainer, *, counted: bool, packed: bool = True) -> Division:
+    """The division of a microbatch's loss, as it is declared or known without running it.
 
-    Raises ``InputError`` where it is neither.
+    Raises ``InputError`` where it is neither, of a ``packed`` step. Without packing a loss that takes the count is
+    believed to divide by it, unless the trainer says otherwise, and any other to be a mean.
 
     Args:
         trainer: whose loss it is.
         counted: whether the step has labels to count.
+        packed: whether microbatches are packed rows.
     """
     own = OwnLoss.of(trainer)
-    division = declared_division(trainer, own)
+    division = declared_division(trainer, own) if packed or own is not None else None
+    if not packed:
+        is_sum = own is not None and own.takes_count and trainer.loss_is_scaled_for_ga is not False
+        return division or ("sequence_mean" if not counted else "sum" if is_sum else "token_mean")
     require_counted(trainer, division, counted)
     if division is not None:
         return division

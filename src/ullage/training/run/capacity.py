@@ -1,9 +1,9 @@
 """``packing_capacity="auto"``: the largest capacity whose forward and backward fit into the memory of the device.
 
-Before the first step the ranks run packed rows of a few hundred tokens, measure the peak of each, fit a parabola (or a
-line, where it does not bend), and go on with longer rows until the largest row that fits has itself been run. They
-exchange what each run took, so that all make the same runs and take the smallest capacity of all. What the first step
-will allocate beside it is kept free: the gradients, and the optimizer's state.
+Before the first step the ranks run two packed rows, measure the peak of each, and run what the line through them
+promises, with a tenth of margin, until the largest row that fits has itself been run. They exchange what each run took,
+so that all make the same runs and take the smallest capacity of all. What the first step will allocate beside it is
+kept free: the gradients, and the optimizer's state.
 
 A dry run leaves nothing behind. Its gradients are returned instead of accumulated (``torch.autograd.grad``), so no
 engine's hook sees them and no rank waits for another in the backward pass; random states, buffers and modes of the
@@ -13,8 +13,8 @@ modules are put back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -105,43 +105,33 @@ class CapacityFinder:
                 rows = _Rows.of(self._trainer, self._reader, keeps_whole=options.oversize == "error")
                 memory = DeviceMemory(self._trainer.args.device)
             # What a first run allocates once and keeps is part of the ground that the others are measured from.
-            self._run(model, rows, min(FIRST[0], rows.most), memory)
+            self._run(model, rows, min(FIRST, rows.most), memory)
             # So is what the planner loads.
             plan([2, 1], ranks=self._trainer.args.world_size, capacity=MULTIPLE, strategy=options.strategy)
             memory.settle()
             limit = memory.limit(getattr(self._trainer.args, "packing_memory", None))
             room = min(gather(limit - memory.ground - self._bytes_beside(model), several))
-            found = self._search(model, rows, memory, room)
+            most, needed = max(gather(rows.most, several)), max(gather(rows.longest, several))
+            runs: list[tuple[int, float]] = []
+            while (tokens := next_run(runs, room, most, needed)) is not None:
+                runs.append((tokens, self._run(model, rows, tokens, memory)))
             memory.settle()  # gives back what the runs have left
-        return found
-
-    def _search(self, model: nn.Module, rows: _Rows, memory: DeviceMemory, room: float) -> int:
-        several = self._trainer.args.world_size > 1
-        search = CapacitySearch(room, max(gather(rows.most, several)))
-        confirmed = 0
-        while (tokens := search.next() or search.largest) > confirmed:
-            used = self._run(model, rows, tokens, memory)
-            if tokens == search.largest:  # the one to be taken is run again: heaps differ from run to run
-                search.confirm(used)
-                confirmed = search.largest if search.largest == tokens else confirmed
-            else:
-                search.runs.append((tokens, used))
-        needed = max(gather(rows.longest, several))
-        runs = ", ".join(f"{tokens:,} tokens {memory_size(used)}" for tokens, used in search.runs)
-        if search.largest < max(needed, 1):
+        found = fitting(runs, room)
+        told = ", ".join(f"{tokens:,} tokens {memory_size(used)}" for tokens, used in runs)
+        if found < max(needed, 1):
             raise InputError(
                 "no capacity fits into the memory that there is",
                 where="TrainingArguments.packing_capacity='auto'",
                 expected=f"room for the longest sequence, {needed:,} tokens" if needed else "room for 64 tokens",
-                found=f"{memory_size(room)} free beside weights, gradients and the optimizer's state; measured: {runs}",
+                found=f"{memory_size(room)} free beside weights, gradients and the optimizer's state; measured: {told}",
                 hint="shorten sequences (packing_oversize), raise packing_memory, or take activation_checkpointing",
             )
         if self._trainer.is_world_process_zero():
             logger.warning(
-                f"packing_capacity='auto' found {search.largest:,} tokens: {memory_size(room)} are free beside "
-                f"weights, gradients and the optimizer's state on the rank that has least; measured: {runs}"
+                f"packing_capacity='auto' found {found:,} tokens: {memory_size(room)} are free beside weights, "
+                f"gradients and the optimizer's state on the rank that has least; measured: {told}"
             )
-        return search.largest
+        return found
 
     # One dry run.
 
@@ -296,74 +286,43 @@ def _made_up(reader: BatchReader) -> RaggedBatch:
 
 #: A capacity is a multiple of it.
 MULTIPLE = 64
-#: Tokens of the first runs.
-FIRST = (256, 512, 1024)
-#: A run is at most so many times as long as one that fitted: a fit is not trusted further.
-_GROWTH = 4
-_MOST_RUNS = 16
+#: Tokens of the first run; a run is at most so many times as long as one that fitted.
+FIRST, _GROWTH = 256, 4
+#: Of the room that a line promises, a tenth is left: heaps differ from run to run.
+_TAKEN = 0.9
+#: A run that is not longer by so much is not worth its time.
+_GAIN = 1.05
 
 
-@dataclass
-class CapacitySearch:
-    """The runs that find a capacity, one after the other; knows nothing of models.
+def fitting(runs: Sequence[tuple[int, float]], room: float) -> int:
+    """Tokens of the largest run that fitted; 0 without one."""
+    return max((tokens for tokens, used in runs if used <= room), default=0)
 
-    Attributes:
+
+def next_run(runs: Sequence[tuple[int, float]], room: float, most: int, least: int = 0) -> int | None:
+    """Tokens of the next run on the way to one that takes nine tenths of the room; None where there is nothing to gain.
+
+    Args:
+        runs: tokens and bytes of the runs so far; ``inf`` bytes for one that failed.
         room: bytes that a run may take.
         most: the largest capacity worth looking at, a multiple of 64.
-        runs: tokens and bytes of the runs so far; ``inf`` bytes for one that failed.
+        least: what the longest sequence needs, which may take all of the room.
     """
-
-    room: float
-    most: int
-    runs: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def largest(self) -> int:
-        """The largest run that fitted; 0 without one."""
-        return max((tokens for tokens, used in self.runs if used <= self.room), default=0)
-
-    @property
-    def bound(self) -> int:
-        """The largest capacity that has not been seen to be too large."""
-        return min([self.most, *(tokens - MULTIPLE for tokens, used in self.runs if used > self.room)])
-
-    def confirm(self, used: float) -> None:
-        """Take the second measurement of the largest run into account, where it is the larger one."""
-        again = self.largest
-        self.runs = [(tokens, max(taken, used) if tokens == again else taken) for tokens, taken in self.runs]
-
-    def next(self) -> int | None:
-        """Tokens of the next run; None when the largest capacity has been run, or none fits."""
-        done = {tokens for tokens, _ in self.runs}
-        if self.bound < MULTIPLE or len(self.runs) >= _MOST_RUNS:
-            return None
-        for tokens in FIRST:
-            tokens = min(tokens, self.most)
-            if tokens not in done and tokens <= self.bound:
-                return tokens
-        if not self.largest:  # not even the first one fits
-            return max(MULTIPLE, self.bound // 2 // MULTIPLE * MULTIPLE)
-        tokens = min(self._fitting(), self.bound, self.largest * _GROWTH)
-        tokens = tokens // MULTIPLE * MULTIPLE
-        return tokens if tokens > self.largest else None
-
-    def _fitting(self) -> int:
-        """The largest capacity that fits, by the runs so far."""
-        last, used = max(each for each in self.runs if each[1] <= self.room)
-        failed = min((each for each in self.runs if each[1] > self.room), default=None)
-        if failed is not None and failed[1] == inf:  # nobody knows by how much
-            return (last + failed[0]) // 2
-        # Between two runs on a line, whatever the noise of both: where 256 tokens took 1 GB and 1,024 took 5 GB, a room
-        # of 3 GB is for 640.
-        if failed is not None:
-            return last + int((failed[0] - last) * (self.room - used) / (failed[1] - used))
-        known = sorted(self.runs)[-3:]
-        grid = np.arange(MULTIPLE, self.bound + 1, MULTIPLE)
-        if len(known) < 2:
-            return int(grid[-1])
-        sizes, taken = (np.array(each, float) for each in zip(*known, strict=True))
-        fit = np.polyfit(sizes, taken, 2) if len(known) == 3 else np.zeros(1)
-        if fit[0] <= 0:  # rather a line, through the longest two
-            fit = np.polyfit(sizes[-2:], taken[-2:], 1)
-        fits = grid[np.polyval(fit, grid) <= self.room]
-        return int(fits[-1]) if len(fits) else 0
+    fitted, failed = fitting(runs, room), [run for run in runs if run[1] > room]
+    bound = min([most, *(tokens - MULTIPLE for tokens, _ in failed)])
+    if not runs:
+        return min(FIRST, most)
+    if not fitted:  # not even the first one
+        return max(MULTIPLE, bound // 2 // MULTIPLE * MULTIPLE) if bound >= MULTIPLE else None
+    wanted: float = min(_GROWTH * fitted, bound)
+    if len(runs) > 1:
+        # The line through the two runs around the room, or the two largest: where 256 tokens took 1 GB and 1,024 took
+        # 5 GB, a room of 3 GB is for 640. Of a run without memory nobody knows by how much it failed.
+        (low, used), (high, more) = [*sorted(run for run in runs if run not in failed), *sorted(failed)[:1]][-2:]
+        promised = low + (high - low) * (room * _TAKEN - used) / (more - used) if more > used else bound
+        wanted = min(wanted, (low + high) / 2 if more == inf else promised)
+    tokens = int(wanted) // MULTIPLE * MULTIPLE
+    if tokens > fitted * _GAIN:
+        return tokens
+    least = -(-least // MULTIPLE) * MULTIPLE
+    return least if fitted < least <= bound else None

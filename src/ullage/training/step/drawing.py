@@ -42,7 +42,7 @@ from ullage.ranks.lost import LostRanks
 from ullage.training.batches import counting
 from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.steps import SampleIndices, divided
+from ullage.training.batches.steps import RecordedBatches, divided
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
@@ -212,7 +212,7 @@ class StepSource:
         self._meter, self._stop, self._background = meter, stop, background
         self._sharing, self._lost_ranks = sharing, lost_ranks
         self._epoch: Epoch | None = None
-        self._indices: SampleIndices | None = None
+        self._indices: RecordedBatches | None = None
         self._is_empty = False
         self._has_warned_of_unused = False
 
@@ -229,7 +229,7 @@ class StepSource:
             self._sharing.share(loader, most)
         elif divided(dataset):  # accelerate would divide it once more, and most of it would never be read
             vars(getattr(loader, "base_dataloader", loader))["dataset"] = dataset
-        self._indices = SampleIndices(loader)
+        self._indices = RecordedBatches.put_in(loader)
         return loader
 
     # The place in the epoch.
@@ -341,7 +341,7 @@ class StepSource:
     ) -> Epoch:
         """The beginning of an epoch: at its first batch, or behind those that were trained on before a checkpoint."""
         if self._indices is None:  # of a trainer that makes its own
-            self._indices = SampleIndices(train_dataloader)
+            self._indices = RecordedBatches.put_in(train_dataloader)
         rank, number = data_ranks(self._trainer.model, self._trainer.args)
         begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
         drawn, (ranks, order) = self._kept.pop(_DRAWN, None), self._kept.pop(_ORDER, (0, -1))
@@ -397,7 +397,8 @@ class StepSource:
         if self._packer.packs_drawn:
             return self._packed_step(epoch, epoch_iterator, device)
         # Every branch below is taken from gathered numbers, so all ranks enter the same collectives.
-        batches, problem = self._draw(epoch, epoch_iterator, num_batches)
+        parts, problem = self._draw(epoch, epoch_iterator, num_batches)
+        batches = [batch for part in parts for batch in part.batches]
         met = self._count_together(batches, device, problem)
         fewest = int(met.batches.min())
         epoch.ended = fewest < num_batches
@@ -414,25 +415,34 @@ class StepSource:
             self._count_batch(batch)
         return batches, self._num_items(met.labels, met.complete)
 
-    def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[Any], Exception | None]:
-        """Up to ``number`` batches, and what is wrong with them."""
-        batches: list[Any] = []
+    def _draw(self, epoch: Epoch, iterator: Iterator[Any], number: int) -> tuple[list[SharedPart], Exception | None]:
+        """Up to ``number`` parts of steps, each a batch where ranks have batches of their own, and what is wrong."""
+        parts: list[SharedPart] = []
         try:
             # Read and drop the batches that earlier steps took; their indices are dropped with the next ones.
             for _ in itertools.islice(iterator, epoch.ahead):
                 epoch.recorded += 1
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
-                batches.append(self._as_packed(drawn))
-                self._check(batches[-1], self._next_indices(epoch))
+                indices = self._next_indices(epoch)
+                own = SharedPart([drawn], [len(indices or [0])], indices=indices)
+                part = drawn if isinstance(drawn, SharedPart) else own
+                if part.plan is None:
+                    part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
+                parts.append(part)
+                for batch, first, size in zip(part.batches, np.cumsum([0, *part.sizes]), part.sizes):
+                    if size:
+                        self._check(batch, None if part.indices is None else part.indices[first : first + size])
         except Exception as error:  # whatever it is, the other ranks have to hear of it
-            return batches, error
-        return batches, None
+            return parts, error
+        return parts, None
 
     def _next_indices(self, epoch: Epoch) -> list[int] | None:
         """The indices of the samples of the batch drawn now; None where they are not known."""
         # The indices of skipped batches come first; the last ones popped are those of this batch.
-        assert self._indices is not None
+        if self._indices is None:
+            epoch.order = -1
+            return None
         indices: list[int] | None = None
         for left in range(epoch.recorded, -1, -1):
             if left == 0 and -1 not in (epoch.order, epoch.order_before) and epoch.order != epoch.order_before:
@@ -443,23 +453,6 @@ class StepSource:
         epoch.recorded, epoch.order_before = 0, -1
         return indices
 
-    def _draw_part(self, epoch: Epoch, iterator: Iterator[Any]) -> tuple[SharedPart, Exception | None]:
-        """This rank's part of the next step, empty behind the last, and what is wrong with it."""
-        part = SharedPart([], [])
-        try:
-            for part in itertools.islice(iterator, 1):
-                self._next_indices(epoch)
-                if part.plan is None:
-                    part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
-                first = 0
-                for batch, size in zip(part.batches, part.sizes, strict=True):
-                    if size:
-                        self._check(batch, None if part.indices is None else part.indices[first : first + size])
-                    first += size
-        except Exception as error:  # whatever it is, the other ranks have to hear of it
-            return part, error
-        return part, None
-
     def _as_packed(self, drawn: Any) -> Any:
         """A drawn batch in the form that packing takes; as it is without packing, or if its rollouts are packed."""
         packer = self._packer
@@ -467,7 +460,7 @@ class StepSource:
             return drawn
         return self._reader.as_ragged(drawn) if packer.padded_loss is None else packer.padded_loss.to_ragged(drawn)
 
-    def _check(self, batch: Any, indices: list[int] | None = None) -> None:
+    def _check(self, batch: Any, indices: Sequence[int] | None = None) -> None:
         """Raise ``InputError`` for a batch that cannot be trained on. ``indices``: of its samples, where known."""
         options, padded = (self._packer.options, self._packer.padded_loss) if self._packer.packs_drawn else (None, None)
         per_sample = 1 if padded is None else padded.per_sample
@@ -513,7 +506,8 @@ class StepSource:
         # the loop after the same round.
         while wanted and epoch.live.any():
             quota = deal(epoch.given, epoch.live, wanted)
-            batches, problem = self._draw(epoch, iterator, int(quota[rank]))
+            parts, problem = self._draw(epoch, iterator, int(quota[rank]))
+            batches = [batch for part in parts for batch in part.batches]
             met = self._count_together(batches, device, problem)
             epoch.live &= met.batches == quota
             epoch.given = epoch.given + met.batches
@@ -530,8 +524,8 @@ class StepSource:
         self, epoch: Epoch, iterator: Iterator[Any], device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """This rank's part of a step that the ranks share; one packed batch under packing."""
-        part, problem = self._draw_part(epoch, iterator)
-        batches, count = self.take_part(part, device, problem)
+        parts, problem = self._draw(epoch, iterator, 1)
+        batches, count = self.take_part(parts[0] if parts else SharedPart([], []), device, problem)
         epoch.ended = not batches
         if batches:
             epoch.given += 1

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
@@ -44,17 +43,15 @@ from ullage.training.loss.divisions import Division, OwnLoss, division_of, share
 from ullage.training.loss.sequence_weights import SequenceWeigher
 from ullage.training.setup.arguments import PackingOptions
 from ullage.training.setup.sharding import Sharding, sharding_of
+from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
 from ullage.training.step.packable import items_of_step, meet_in_towers, require_equal_calls, truncation_problem
+from ullage.training.step.padded_loss import PaddedLoss
 from ullage.training.step.reduction import GradientReduction, run_weighed
 from ullage.training.step.verifying import PackingProof
-from ullage.training.trl.call_metrics import CallMetrics, Taken
-from ullage.training.trl.padded_loss import PaddedLoss
 
 if TYPE_CHECKING:
     import transformers
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,8 @@ class Planning:
         together: Any = None,
     ) -> Plan:
         """The plan, the same on every rank. If it drops every sequence, it has one empty microbatch per rank."""
-        limits: dict[str, Any] = {
-            "ranks": self.ranks,
-            "capacities": capacities,
-            "oversize": oversize,
-            "amounts": amounts,
-        }
+        ranks = self.ranks
+        limits: dict[str, Any] = {"ranks": ranks, "capacities": capacities, "oversize": oversize, "amounts": amounts}
         # Where ranks wait for each other in each microbatch, the plan has to balance each; otherwise they wait once, at
         # the reduction of gradients.
         made = plan(
@@ -108,7 +101,7 @@ class Planning:
         if made.num_microbatches:
             return made
         # Nothing is left to train on. One empty microbatch on every rank keeps their collectives in step.
-        return plan(lengths, strategy="preassigned", assignment=[[[]] * self.ranks], **limits)
+        return plan(lengths, strategy="preassigned", assignment=[[[]] * ranks], **limits)
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,6 @@ class StepPlanner:
         # The empty array first, so that a rank without batches concatenates to no lengths.
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.layout.lengths for batch in batches)])
         times = self.times
-        before = replace(times)
         with times.measure("exchange"):
             gathered = gather_lengths(lengths, self.topology)
             amounts = self._gather_amounts(batches)
@@ -170,14 +162,6 @@ class StepPlanner:
             schedule = make_plan(gathered.lengths, amounts)
         with times.measure("exchange"):
             microbatches = tuple(exchange(schedule, batches, self.topology, gathered))
-        logger.debug(
-            "rank %d: %d sequences in %d microbatches per rank; planned in %.4f s, exchanged in %.4f s",
-            self.topology.dp.rank,
-            schedule.num_sequences,
-            schedule.num_microbatches,
-            times.plan - before.plan,
-            times.exchange - before.exchange,
-        )
         return PackedBatch(microbatches, schedule)
 
     def _gather_amounts(self, batches: list[RaggedBatch]) -> dict[str, Int64]:

@@ -26,7 +26,7 @@ from ullage.training.batches.steps import (
     divided,
     part_of,
 )
-from ullage.training.loss.divisions import Division, OwnLoss, declared_division
+from ullage.training.loss.divisions import division_of
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
 from ullage.training.step.reduction import run_weighed
@@ -107,7 +107,7 @@ class StepSharing:
             seed = args.seed if args.data_seed is None else args.data_seed
             vars(inner)["batch_sampler"] = batches = GlobalBatches(inner.batch_sampler, seed)
             size = batches.batch_size
-            lengths = stored_lengths(dataset, column, args.length_column_name) if packs else None
+            lengths = stored_lengths(dataset, column, getattr(args, "length_column_name", "length")) if packs else None
             steps = IndexedSteps(dataset, rank, ranks, lengths)
         ragged = functools.partial(as_ragged, main_input=column)
         self._collate = PartCollator(inner.collate_fn, None if packs else most, -(-size // ranks), rank, ragged)
@@ -162,7 +162,7 @@ class StepSharing:
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
         """
-        packer, division = self._packer, self._division(count)
+        packer, division = self._packer, division_of(self._trainer, counted=count is not None, packed=False)
         shares = [size / step.num_samples for size in step.sizes]
         if division == "token_mean":
             shares = [self._reader.num_labels(batch) / int(count) for batch in step.batches]
@@ -175,15 +175,3 @@ class StepSharing:
             return run_weighed(self._trainer, run, model, batch, factor, given)
 
         return packer.reduction.run(model, step.number, run_microbatch)
-
-    def _division(self, count: Any) -> Division:
-        """The division of the loss, in parts of a step. ``count``: labels of the step; None where none were counted."""
-        own = OwnLoss.of(self._trainer)
-        declared = None if own is None else declared_division(self._trainer, own)
-        if declared is not None:
-            return declared
-        if count is None:
-            return "sequence_mean"
-        # One that takes the count divides by it, unless the trainer says otherwise; any other is a mean.
-        is_sum = own is not None and own.takes_count and self._trainer.loss_is_scaled_for_ga is not False
-        return "sum" if is_sum else "token_mean"

@@ -37,8 +37,8 @@ from ullage.training.batches.collators import AloneCollator
 from ullage.training.batches.packed_batch import PackedBatch
 from ullage.training.loss.divisions import READ_DIVISIONS, Division, nearest_in, shares
 from ullage.training.setup.releases import recomputed
-from ullage.training.trl.call_metrics import RULES, Difference, Rule
-from ullage.training.trl.padded_loss import PaddedLoss
+from ullage.training.step.call_metrics import RULES, Difference, Rule
+from ullage.training.step.padded_loss import PaddedLoss
 
 if TYPE_CHECKING:
     import transformers
