@@ -584,13 +584,7 @@ class StepSource:
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """The divisor of the loss of these batches (:meth:`draw_step`). Collective."""
-        problem = None
-        try:
-            for batch in batch_samples:
-                self._check(batch)
-        except Exception as error:
-            problem = error
-        met = self._count_together(batch_samples, device, problem)
+        met = self._count_together(batch_samples, device)
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
     def _count_together(

@@ -130,23 +130,16 @@ class StepSharing:
         """
         # A plan's checksum is twice itself, and one more where the collator kept the lengths that were planned.
         planned = [number // 2 if number > 0 else number for number in told]
-        where, total, ranks = f"step {self._trainer.state.global_step + 1}", sum(sizes), len(sizes)
-        if len(set(planned)) > 1:
+        parts = [part_of(sum(sizes), rank, len(sizes)) for rank in range(len(sizes))]
+        is_part = any(planned) or list(sizes) == [part.stop - part.start for part in parts]
+        if len(set(planned)) > 1 or not is_part:
             raise DistributedError(
                 "the ranks have read different steps",
-                where=where,
+                where=f"step {self._trainer.state.global_step + 1}",
                 expected="the same samples on every rank, in the same order and of the same lengths",
-                found=f"checksums {planned}, by rank",
-                hint="give every rank the same data set; a sampler of your own has to draw the same on every rank",
-            )
-        parts = [part_of(total, rank, ranks) for rank in range(ranks)]
-        if not planned[0] and list(sizes) != [part.stop - part.start for part in parts]:
-            raise DistributedError(
-                "the ranks have read different streams",
-                where=where,
-                expected="the same samples in the same order on every rank, of which each trains on its part",
-                found=f"parts of {list(sizes)} samples, by rank",
-                hint="give every rank the whole stream, undivided and shuffled alike",
+                found=f"parts of {list(sizes)} samples, of steps with the checksums {planned}, by rank",
+                hint="give every rank the same data, a stream whole and shuffled alike; a sampler of your own has to "
+                "draw the same on every rank",
             )
         return all(number > 0 and number % 2 for number in told)
 
