@@ -198,10 +198,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         with fsdp.sharding_on_cpus(self.args):
             super().create_accelerator_and_postprocess()
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if sharding_of(model) is None:  # others are where they belong
-            super()._move_model_to_device(model, device)
-
     # The run.
 
     def train(
@@ -307,24 +303,16 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self.lost_ranks.end_step(is_quiet=False)
         return super()._finalize_training(*args, **kwargs)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer as transformers does; one of a sharded model is looked at."""
-        optimizer = super().create_optimizer(model)
-        if (sharding := sharding_of(self.model)) is not None:
-            sharding.require_optimizer(self.model, getattr(optimizer, "optimizer", optimizer))
-        return optimizer
-
     def get_tp_size(self) -> int:
         sharding = sharding_of(self.model)
         return super().get_tp_size() if sharding is None else sharding.topology.tp.size
 
-    def get_cp_size(self) -> int:
-        sharding = sharding_of(self.model)
-        return super().get_cp_size() if sharding is None else sharding.topology.cp.size
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with fsdp.sharded_once(self):
-            return super()._prepare_for_training(*args, **kwargs)
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        if (sharding := sharding_of(self.model)) is not None:
+            sharding.require_optimizer(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
+        return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Those of a sharded model are loaded with the optimizer's state.
@@ -387,6 +375,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         with contextlib.ExitStack() as stack:
             if size is not None:
                 rank, number = 0, 1
+                stack.enter_context(replaced(state, "device_mesh", None))  # which would say other numbers
             if self._sharing.size is not None:
                 stack.enter_context(replaced(self.args, "per_device_train_batch_size", self._sharing.size))
             stack.enter_context(replaced(state, "process_index", rank))
@@ -395,6 +384,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Samples of a step over all ranks."""
+        if self._sharing.size is None and (sharding := sharding_of(self.model)) is not None:
+            return self._train_batch_size * sharding.topology.dp.size
         return self._sharing.size or super().get_total_train_batch_size(args)
 
     # One step.

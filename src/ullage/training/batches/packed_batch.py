@@ -93,7 +93,8 @@ class SharedPart:
         plan: by which the microbatches were made; None where the step is still to be planned.
         plan_seconds: that planning took.
         indices: of the samples in the data set, in the order of the batches, where they are known.
-        told: what the ranks compare: of the step or its plan, 0 where there is nothing to compare.
+        told: what the ranks compare. Twice a checksum of the plan, and 3 more, or 2 where the collator has made other
+            lengths; below zero one of an even part's step; 0 of a stream's.
     """
 
     batches: Sequence[Any]

@@ -140,8 +140,9 @@ _logger = logging.getLogger(__name__)
 #: The place in the trainer's state, under ``stateful_callbacks``: ``steps`` drawn in the epoch, batches ``given`` by
 #: each rank, the number of ``workers`` that read a stream, and of the ``epoch`` if transformers computes another.
 _DRAWN = "ullage_batches_drawn"
-#: Beside it, the number of ranks and a checksum of the order of what the first one has drawn in the epoch.
-_ORDER = "ullage_order_drawn"
+#: Beside it, the number of ranks, and a checksum of the order of what was drawn in the epoch: of the steps that ranks
+#: share, which is the same on any number, or by the first rank.
+_ORDER = "ullage_step_order"
 _OTHER_ORDER = (
     "%s has drawn another order of samples than the one that the checkpoint is in the middle of: in this epoch some "
     "are trained on twice and some never. Unless data or batches were changed on purpose: a sampler with a generator "
@@ -353,7 +354,8 @@ class StepSource:
         # transformers skips one batch per trained step (accelerate's skip_first_batches). SkipBatchSampler still draws
         # them from the recorded sampler, so their indices wait in front of those of the first real batch.
         begun.recorded = steps_trained_in_current_epoch
-        begun.order_before = order if ranks == number and self._trainer.args.process_index == 0 else -1
+        is_comparable = (ranks == number or self._sharing.is_on) and self._trainer.args.process_index == 0
+        begun.order_before = order if is_comparable else -1
         self._sharing.begin_epoch(begun.recorded)
         begun.steps = begun.recorded // self._trainer.args.gradient_accumulation_steps
         begun.given[:] = begun.steps
