@@ -98,6 +98,14 @@ def test_a_sequence_that_does_not_fit_is_named_before_it_is_planned(tmp_path):
         trained(tmp_path, ROWS, packing_capacity=26)
 
 
+def test_a_collator_that_sorts_has_no_sample_named_in_its_place(tmp_path):
+    def sorting(samples):
+        return COLLATE(sorted(samples, key=lambda each: -len(each["input_ids"])))
+
+    with pytest.raises(InputError, match=r"does not fit into a microbatch \(sample \d+ of the batch\)"):
+        trained(tmp_path, Unmeasured(), sorting, packing_capacity=26)
+
+
 @pytest.mark.parametrize("oversize", ["drop", "truncate"])
 def test_steps_with_sequences_over_the_capacity_are_exchanged(tmp_path, oversize):
     options = {"packing_capacity": 26, "packing_oversize": oversize, "per_device_train_batch_size": 3}

@@ -376,8 +376,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             if size is not None:
                 rank, number = 0, 1
                 stack.enter_context(replaced(state, "device_mesh", None))  # which would say other numbers
-            if self._sharing.size is not None:
-                stack.enter_context(replaced(self.args, "per_device_train_batch_size", self._sharing.size))
+                if self._sharing.size is not None:
+                    stack.enter_context(replaced(self.args, "per_device_train_batch_size", size))
             stack.enter_context(replaced(state, "process_index", rank))
             stack.enter_context(replaced(state, "num_processes", number))
             yield

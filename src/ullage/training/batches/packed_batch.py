@@ -60,8 +60,7 @@ class PackedBatch(Mapping[str, Any]):
 
     @functools.cached_property
     def _fields(self) -> dict[str, Any]:
-        whole = targets.split_targets(_end_to_end(self.microbatches))
-        return forms.keywords_of(whole, "flattened", shifts=self.shifts)
+        return _row(self.microbatches, self.shifts)
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
@@ -114,7 +113,7 @@ class SharedPart:
         if len(self.batches) == 1 and isinstance(self.batches[0], Mapping):
             return self.batches[0]
         ragged = tuple(each for each in self.batches if isinstance(each, RaggedBatch) and len(each))
-        return PackedBatch(ragged, self.plan)._fields if ragged else {}  # pyright: ignore[reportArgumentType]
+        return _row(ragged, None) if ragged else {}
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
@@ -126,6 +125,11 @@ class SharedPart:
     def pin_memory(self) -> SharedPart:
         """The same in pinned memory, as dataloaders ask for it."""
         return replace(self, batches=[pin_memory(batch) for batch in self.batches])
+
+
+def _row(microbatches: tuple[RaggedBatch, ...], shifts: bool | None) -> dict[str, Any]:
+    """The flattened batch of the sequences of all microbatches."""
+    return forms.keywords_of(targets.split_targets(_end_to_end(microbatches)), "flattened", shifts=shifts)
 
 
 def _end_to_end(microbatches: tuple[RaggedBatch, ...]) -> RaggedBatch:

@@ -20,7 +20,7 @@ import itertools
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from ullage.exchange import materialize
 from ullage.exchange.source import hub_stream, read_from
 from ullage.mixers.at_rest import random_states_kept
 from ullage.planning import Plan
+from ullage.training.batches import counting
 from ullage.training.batches.packed_batch import SharedPart
 
 #: The plan of a step over all ranks by the lengths of its sequences; None where they have to be read first.
@@ -124,9 +125,7 @@ class IndexedSteps(Dataset):
         return getattr(self.dataset, name)
 
     def __getitems__(self, indices: list[int]) -> StepSamples:
-        began = time.perf_counter()
-        plan = None if self.lengths is None or self.plan_of is None else self.plan_of(self.lengths[indices])
-        seconds = time.perf_counter() - began
+        plan, seconds = _timed(self.plan_of, None if self.lengths is None else self.lengths[indices])
         chosen = [indices[place] for place in _places(plan, len(indices), self.rank, self.ranks)]
         read = getattr(self.dataset, "__getitems__", None) if chosen else None
         samples = StepSamples([self.dataset[i] for i in chosen] if read is None else read(chosen))
@@ -134,6 +133,13 @@ class IndexedSteps(Dataset):
         samples.spare = partial(self.__getitem__, indices[0])
         samples.step = zlib.crc32(str(list(indices)).encode())
         return samples
+
+
+def _timed(plan_of: PlanOf | None, lengths: Int64 | None) -> tuple[Plan | None, float]:
+    """The plan of a step, if it can be made before the step is read, and the seconds that it took."""
+    began = time.perf_counter()
+    plan = None if plan_of is None or lengths is None else plan_of(lengths)
+    return plan, time.perf_counter() - began
 
 
 def _places(plan: Plan | None, number: int, rank: int, ranks: int) -> list[int]:
@@ -186,16 +192,14 @@ class StreamSteps(IterableDataset):
         while step := list(itertools.islice(samples, self._size)):
             if len(step) < self._size and self._drop_last:
                 return
-            began = time.perf_counter()
-            plan = self._plan(step)
-            seconds = time.perf_counter() - began
+            plan, seconds = _timed(self.plan_of, self._lengths(step))
             part = StepSamples(step[place] for place in _places(plan, len(step), self._rank, self._ranks))
             part.plan, part.plan_seconds, part.spare = plan, seconds, partial(step.__getitem__, 0)
             yield part
 
-    def _plan(self, step: list[Any]) -> Plan | None:
-        with contextlib.suppress(KeyError, TypeError, IndexError):  # samples that do not tell their lengths
-            return self.plan_of and self.plan_of(np.array([len(each[self._column]) for each in step], np.int64))
+    def _lengths(self, step: list[Any]) -> Int64 | None:
+        with contextlib.suppress(KeyError, TypeError, IndexError):  # samples that do not tell them
+            return np.array([len(each[self._column]) for each in step], np.int64)
         return None
 
 
@@ -262,8 +266,7 @@ class PartCollator:
         if indices is not None:
             place_of = dict(zip(sorted(plan.all_members(self._rank)), indices))
             indices = [place_of[place] for place in plan.all_members(self._rank)]
-        seconds = samples.plan_seconds
-        sizes = list(map(len, batches))
+        sizes, seconds = list(map(len, batches)), samples.plan_seconds
         return SharedPart(batches, sizes, plan=plan, plan_seconds=seconds, indices=indices, told=told + 3)
 
 
@@ -322,6 +325,37 @@ class RecordedBatches:
         while (inner := getattr(found, "batch_sampler", getattr(found, "sampler", None))) is not None:
             found = inner
         return type(found).__name__
+
+
+def index_read_again(
+    loader: Any,
+    indices: Sequence[int] | None,
+    batch: Any,
+    position: int,
+    main_input: str,
+    ragged: Callable[[Any], RaggedBatch] | None = None,
+    per_sample: int = 1,
+) -> int | None:
+    """The index of the sample at ``position`` of a drawn ``batch``; None unless reading it again gives that sample.
+
+    ``indices``: of the samples that the batch was collated of, where they are known. ``ragged``: what made it of
+    collated rows, where they were. ``per_sample``: sequences of a sample, which lie one after the other.
+    """
+    if indices is None or position >= len(indices):
+        return None
+    try:
+        # A collator may drop or reorder samples, and a data set may be random. So the sample is read again and
+        # compared; what the batch padded is cut off.
+        collate = loader.collate_fn
+        collate = collate.collate if isinstance(collate, PartCollator) else collate
+        again = collate([loader.dataset[indices[position]]])
+        parts = counting.field_by_sample(again if ragged is None else ragged(again), main_input)
+        there = counting.field_by_sample(batch, main_input)[position * per_sample : (position + 1) * per_sample]
+        same = len(parts) == len(there) == per_sample
+        same = same and all(torch.equal(part, other[: len(part)]) for part, other in zip(parts, there))
+    except Exception:  # whatever it is, there is an error to report already
+        return None
+    return indices[position] if same else None
 
 
 def divided(dataset: Any, ranks: int = 1) -> bool:

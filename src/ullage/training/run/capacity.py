@@ -1,4 +1,4 @@
-"""``packing_capacity="auto"``: the largest capacity whose forward and backward fit into the memory of the device.
+"""``packing_capacity="auto"``: a capacity whose forward and backward fit into the memory of the device.
 
 Before the first step the ranks run two packed rows, measure the peak of each, and run what the line through them
 promises, with a tenth of margin, until the largest row that fits has itself been run. They exchange what each run took,

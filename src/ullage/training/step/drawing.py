@@ -42,7 +42,7 @@ from ullage.ranks.lost import LostRanks
 from ullage.training.batches import counting
 from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader
-from ullage.training.batches.steps import RecordedBatches, divided
+from ullage.training.batches.steps import RecordedBatches, divided, index_read_again
 from ullage.training.saving.background import BackgroundSave
 from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import data_ranks, sharding_of
@@ -214,6 +214,7 @@ class StepSource:
         self._sharing, self._lost_ranks = sharing, lost_ranks
         self._epoch: Epoch | None = None
         self._indices: RecordedBatches | None = None
+        self._loader: Any = None
         self._is_empty = False
         self._has_warned_of_unused = False
 
@@ -230,7 +231,7 @@ class StepSource:
             self._sharing.share(loader, most)
         elif divided(dataset):  # accelerate would divide it once more, and most of it would never be read
             vars(getattr(loader, "base_dataloader", loader))["dataset"] = dataset
-        self._indices = RecordedBatches.put_in(loader)
+        self._indices, self._loader = RecordedBatches.put_in(loader), loader
         return loader
 
     # The place in the epoch.
@@ -342,7 +343,7 @@ class StepSource:
     ) -> Epoch:
         """The beginning of an epoch: at its first batch, or behind those that were trained on before a checkpoint."""
         if self._indices is None:  # of a trainer that makes its own
-            self._indices = RecordedBatches.put_in(train_dataloader)
+            self._indices, self._loader = RecordedBatches.put_in(train_dataloader), train_dataloader
         rank, number = data_ranks(self._trainer.model, self._trainer.args)
         begun = Epoch.of(number, epoch, epoch * num_update_steps_per_epoch)
         drawn, (ranks, order) = self._kept.pop(_DRAWN, None), self._kept.pop(_ORDER, (0, -1))
@@ -426,9 +427,9 @@ class StepSource:
                 epoch.recorded += 1
             epoch.ahead = 0
             for drawn in itertools.islice(iterator, number):
-                indices = self._next_indices(epoch)
-                own = SharedPart([drawn], [len(indices or [0])], indices=indices)
-                part = drawn if isinstance(drawn, SharedPart) else own
+                part, indices = drawn, self._next_indices(epoch)
+                if not isinstance(part, SharedPart):
+                    part = SharedPart([drawn], [len(indices or [0])], indices=indices)
                 if part.plan is None:
                     part = replace(part, batches=[self._as_packed(batch) for batch in part.batches])
                 parts.append(part)
@@ -475,11 +476,11 @@ class StepSource:
                 counting.require_capacity(batch, options.capacity, per_sample, truncates=self._packer.truncates)
                 counting.require_limits(batch, options.limits, getattr(self._reader.model, "config", None))
         except counting.SampleError as error:
-            sample, number = error.sample // per_sample, len(counting.field_by_sample(batch, self._reader.main_input))
+            sample = error.sample // per_sample
+            ragged = None if padded is None else padded.to_ragged
+            index = index_read_again(self._loader, indices, batch, sample, self._reader.main_input, ragged, per_sample)
             rank = f"rank {self._trainer.args.process_index}, " if self._trainer.args.world_size > 1 else ""
-            # A collator that leaves samples out, or makes several of one, has no index for each.
-            known = indices if indices is not None and len(indices) * per_sample == number else None
-            place = f"{rank}sample {sample} of the batch" if known is None else f"train_dataset[{known[sample]}]"
+            place = f"{rank}sample {sample} of the batch" if index is None else f"train_dataset[{index}]"
             raise error.at(place) from None
 
     def _tell_of_unused(self, drawn: Int64) -> None:
@@ -555,18 +556,14 @@ class StepSource:
         return [part], self._num_items(met.labels, met.complete)
 
     def _pack(
-        self,
-        drawn: Sequence[RaggedBatch],
-        meetings: Sequence[StepCounts],
-        device: torch.device,
-        plan: Plan | None = None,
+        self, drawn: Sequence[RaggedBatch], met: Sequence[StepCounts], device: torch.device, plan: Plan | None = None
     ) -> tuple[list[Any], Tensor | None]:
         """The packed batch of what was drawn in several rounds, or by a plan, and the labels that count."""
         packed = self._packer.pack(drawn, plan)
         # Labels were counted as drawn. Where the plan leaves sequences out, count those that the exchange brought: the
         # ranks hold other sequences now, and the sum over ranks is what the divisor needs. Empty microbatches have no
         # labels to look for.
-        counts = StepCounts.sum(meetings)
+        counts = StepCounts.sum(met)
         if counts.complete and not packed.is_whole:
             counts = self._count_together([batch for batch in packed.microbatches if len(batch)], device)
         return [replace(packed, weight=counts.weight)], self._num_items(counts.labels, counts.complete)
@@ -586,7 +583,13 @@ class StepSource:
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """The divisor of the loss of these batches (:meth:`draw_step`). Collective."""
-        met = self._count_together(batch_samples, device)
+        problem = None
+        try:
+            for batch in batch_samples:
+                self._check(batch)
+        except Exception as error:
+            problem = error
+        met = self._count_together(batch_samples, device, problem)
         return self._num_items(met.labels, met.complete) if met.batches.any() else None
 
     def _count_together(

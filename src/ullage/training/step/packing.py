@@ -47,7 +47,7 @@ from ullage.training.step.call_metrics import CallMetrics, Taken
 from ullage.training.step.metering import StepTimes, TokenMeter, cost_of, num_parameters
 from ullage.training.step.packable import items_of_step, meet_in_towers, require_equal_calls, truncation_problem
 from ullage.training.step.padded_loss import PaddedLoss
-from ullage.training.step.reduction import GradientReduction, run_weighed
+from ullage.training.step.reduction import GradientReduction, Run, run_weighed
 from ullage.training.step.verifying import PackingProof
 
 if TYPE_CHECKING:
@@ -394,9 +394,7 @@ class Packer:
 
     # One step.
 
-    def train_step(
-        self, run: Callable[[nn.Module, Any, Any], Tensor], model: nn.Module, inputs: PackedBatch, count: Any
-    ) -> Tensor:
+    def train_step(self, run: Run, model: nn.Module, inputs: PackedBatch, count: Any) -> Tensor:
         """Train on all microbatches of a step; gradients meet once. Returns the loss of the step.
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.

@@ -7,7 +7,7 @@ many microbatches: for one that a rank lacks, a sample runs whose loss and gradi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -18,18 +18,11 @@ from ullage.core.errors import DistributedError, InputError
 from ullage.datasets.stored import stored_lengths
 from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader, as_ragged
-from ullage.training.batches.steps import (
-    GlobalBatches,
-    IndexedSteps,
-    PartCollator,
-    StreamSteps,
-    divided,
-    part_of,
-)
+from ullage.training.batches.steps import GlobalBatches, IndexedSteps, PartCollator, StreamSteps, divided, part_of
 from ullage.training.loss.divisions import division_of
 from ullage.training.setup.arguments import global_batch_of
 from ullage.training.setup.sharding import data_ranks
-from ullage.training.step.reduction import run_weighed
+from ullage.training.step.reduction import Run, run_weighed
 
 if TYPE_CHECKING:
     from ullage.training.step.packing import Packer
@@ -55,11 +48,6 @@ class StepSharing:
     def is_on(self) -> bool:
         """Whether what the training dataloader gives are parts of steps."""
         return self._collate is not None
-
-    @property
-    def _stream(self) -> StreamSteps | None:
-        dataset = getattr(self._loader, "dataset", None)
-        return dataset if isinstance(dataset, StreamSteps) else None
 
     def require_possible(self) -> None:
         """Raise ``InputError`` for a trainer that draws its batches otherwise."""
@@ -118,9 +106,10 @@ class StepSharing:
         """An epoch begins behind so many steps: those of a stream are passed over when it is next read."""
         if self._collate is None:
             return
-        self._loader.dataset.plan_of = self._packer.plan_of
-        if self._stream is not None:
-            self._stream.trained = trained
+        steps = self._loader.dataset
+        steps.plan_of = self._packer.plan_of
+        if isinstance(steps, StreamSteps):
+            steps.trained = trained
 
     def require_same_step(self, told: Sequence[int], sizes: Sequence[int]) -> bool:
         """Whether all ranks have read the microbatches of one plan.
@@ -148,9 +137,7 @@ class StepSharing:
         assert self._collate is not None
         return max(self._collate.number(int(size)) for size in sizes)
 
-    def train_step(
-        self, run: Callable[[nn.Module, Any, Any], Tensor], model: nn.Module, step: SharedPart, count: Any
-    ) -> Tensor:
+    def train_step(self, run: Run, model: nn.Module, step: SharedPart, count: Any) -> Tensor:
         """Train on all microbatches of a part; gradients meet once. Returns the loss of the part, times the ranks.
 
         ``run``: transformers' ``training_step``, for one microbatch. ``count``: labels of the step over all ranks.
