@@ -1,5 +1,7 @@
 """Conversions that are killed, resumed, and started anew when the source has changed."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -89,10 +91,16 @@ def test_a_journal_is_believed_up_to_a_tear_and_after_a_restart_of_the_machine_t
     if damage == "torn":
         journal.write_bytes(journal.read_bytes()[:-20])
     else:
-        head, _, *lines = journal.read_text().splitlines()
-        journal.write_text("\n".join([head, '{"boot": "another"}', *lines]) + "\n")
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        small = [line for line in lines if "boot" in line]
+        journal.write_text(
+            "".join(json.dumps(line | {"boot": "another"} if line in small else line) + "\n" for line in lines)
+        )
+        large = sum(
+            os.path.getsize(p) for p in (tmp_path / "out.partial").rglob("*.pt") if os.path.getsize(p) > 1 << 20
+        )
     report = checkpoint.convert(written.folder, tmp_path / "out")
-    assert damage == "torn" or report.bytes_resumed == 0
+    assert damage == "torn" or 0 < report.bytes_resumed <= large
     assert_is_the_truth(tmp_path / "out", written)
 
 

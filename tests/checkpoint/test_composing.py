@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ullage import checkpoint
-from ullage.checkpoint.conversion import journal
+from ullage.checkpoint.conversion import copying
 
 pytestmark = pytest.mark.property
 
@@ -47,7 +47,7 @@ def test_no_cut_changes_a_byte(tmp_path_factory, sizes, small, unit, together, f
     whole = checkpoint.convert(folder / "source", folder / "whole", format=format, dtype=dtype, workers=1)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in {"SMALL_BYTES": small, "UNIT_BYTES": unit, "_TOGETHER": together}.items():
-            patched.setattr(journal, name, value)
+            patched.setattr(copying, name, value)
         cut = checkpoint.convert(folder / "source", folder / "cut", format=format, dtype=dtype, workers=2)
     assert _files(folder / "cut") == _files(folder / "whole")
     assert cut.not_finite == whole.not_finite

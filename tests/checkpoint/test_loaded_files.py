@@ -103,8 +103,9 @@ def test_tensors_that_the_source_does_not_have_are_told(converted, tmp_path):
     shutil.copytree(folder / "safetensors", tmp_path / "st")
     save_file({"stale": torch.ones(3)}, tmp_path / "st" / "model-old.safetensors")
     said = told(inventory, tmp_path / "st")
-    assert any("in the target, not in the source (parameter stale)" in line for line in said)
-    assert any("the index names other tensors or files than are there" in line for line in said)
+    assert said == ["in the target, not in the source (model-old.safetensors)"]
+    (tmp_path / "st" / "ullage.json").unlink()  # as of another tool
+    assert told(inventory, tmp_path / "st") == ["in the target, not in the source (parameter stale)"]
 
 
 def test_a_target_that_was_cast_is_equal_to_its_source(converted, tmp_path):
@@ -165,8 +166,8 @@ def test_deepspeeds_own_universal_checkpoint_is_not_missed_what_only_we_write(co
     (target / "ullage.json").unlink()
     (target / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
     assert told(inventory, target) == []
-    (target / "mp_rank_00_model_states.pt").unlink()
-    assert any("mp_rank_00_model_states.pt" in line for line in told(inventory, target))
+    flip(target / "zero" / "norm.weight" / "exp_avg.pt", -700)
+    assert told(inventory, target) != []
 
 
 @pytest.mark.slow
@@ -179,4 +180,4 @@ def test_random_damage_is_refused_or_harmless(tmp_path, stage):
     report = fuzz_converter.campaign(tmp_path, [stage], sources=30, targets=40, formats=6, seed=7)
     assert report["failures"] == []
     outcomes = [outcome for counts in report["outcomes"].values() for outcome in counts]
-    assert {"refused", "told", "accepted, same content", "equal, and read the same"} <= set(outcomes)
+    assert {"refused", "told", "accepted, same content"} <= set(outcomes)

@@ -1,77 +1,31 @@
-"""Checksums of a conversion or a loading: those of the source, compared, and those of the target, filled in.
+"""Checksums of the source of a conversion or a loading, compared.
 
 Every run that was read has been summed. The runs of one record of a source file, with the padding between them, are the
-record, so their sums combine to the sum that the archive holds, or the file is damaged. The units of one tensor combine
-to the sum of the new record in the same way.
+record, so their sums combine to the sum that the archive holds, or the file is damaged.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.conversion.copying import write_at
-from ullage.checkpoint.conversion.journal import Unit
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources
-from ullage.checkpoint.files.archive import Payload, Target, combine
+from ullage.checkpoint.files.archive import combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
 
 
-def fill_checksums(targets: list[Target], partial: Path, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-    """Write the CRC-32 of each payload whose units could not into its archive, combined from the sums of the units."""
-    places: list[tuple[str, Payload]] = []
-    crcs, sizes, owners = [], [], []
-    last: tuple[int, int] | None = None
-    for unit in units:
-        if unit.payload is None or unit.payload < 0:
-            continue
-        if unit.neighbours is not None:  # summed whole; only sums whose place lies in another unit are left
-            for number, crc in lines[unit.number].get("crcs", ()):
-                payload = targets[unit.first].payloads[number]
-                places.append((targets[unit.first].name, payload))
-                crcs.append(crc)
-                sizes.append(payload.tensor.num_bytes)
-                owners.append(len(places) - 1)
-            continue
-        payload = targets[unit.first].payloads[unit.payload]
-        if not payload.crc_at:
-            continue
-        # Units of one payload are neighbours and in order (``units.split``), as ``combine`` requires.
-        if last != (unit.first, unit.payload):
-            places.append((targets[unit.first].name, payload))
-            last = (unit.first, unit.payload)
-        crcs.append(lines[unit.number]["crc"])
-        sizes.append(unit.num_bytes)
-        owners.append(len(places) - 1)
-    if not places:
-        return
-    totals = combine(np.array(crcs, np.int64), np.array(sizes, np.int64), np.array(owners, np.int64))
-    for (name, payload), crc in zip(places, totals.tolist()):
-        fd = os.open(partial / name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            # Twice: in the header of the record, and in the entry of the directory.
-            for place in payload.crc_at:
-                write_at(fd, memoryview(crc.to_bytes(4, "little")), place)
-        finally:
-            os.close(fd)
-
-
-def compare_sources(inventory: Inventory, lines: dict[int, dict[str, Any]]) -> int:
+def compare_sources(inventory: Inventory, runs: list[Int64]) -> int:
     """Compare the checksum of every source record that was read with the one its archive holds; returns their number.
 
-    Raises as :func:`compare_runs`.
+    ``runs``: [n, 4] file, offset, bytes and crc of what was read. Raises as :func:`compare_runs`.
     """
-    runs = [np.asarray(line["runs"], np.int64) for line in lines.values() if len(line.get("runs", ()))]
-    if not runs:
+    if not sum(map(len, runs)):
         return 0
     with contextlib.closing(Sources(inventory)) as sources:
         return compare_runs(sources, inventory, np.concatenate(runs), [inventory.records])

@@ -11,14 +11,16 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.conversion import checksums, copying
+from ullage.checkpoint.conversion.checksums import compare_sources
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
+from ullage.checkpoint.conversion.copying import Files, copy_files, split
 from ullage.checkpoint.conversion.destination import (
     disk_error,
     partial_of,
@@ -26,7 +28,7 @@ from ullage.checkpoint.conversion.destination import (
     require_paths,
     require_writable,
 )
-from ullage.checkpoint.conversion.journal import FOLDER, Journal, Unit, mark_of, split, sync_files
+from ullage.checkpoint.conversion.journal import FOLDER, Journal, Line, mark_of, plan_of, sync_files
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.paths import checkpoint_path, is_remote, is_url
 from ullage.checkpoint.core.reading import Unreadable
@@ -144,8 +146,10 @@ def convert(
         return report
     options = {"format": format, "dtype": dtype, "optimizer": formats.carries_optimizer(format, optimizer)}
     options |= {} if ranks is None else {"ranks": ranks}
+    plan = plan_of(targets)
     with as_checkpoint_error(str(inventory.folder)):
-        mark = mark_of(inventory, targets, options)
+        mark = mark_of(inventory, plan, options)
+    options |= {"plan": plan}
     job = _Job(inventory, targets, target, mark, report, progress, options)
     require_writable(inventory, target, job.partial, report.num_bytes)
     job.run()
@@ -156,7 +160,7 @@ def convert(
 
 def _report(inventory: Inventory, targets: list[Target], target: Path, format: str) -> Report:
     """The report of a conversion that has not begun: what it will write."""
-    carried = [payload.tensor for t in targets for payload in t.payloads]
+    carried = [payload.tensor for t in targets for payload in t.payloads if payload.tensor.name]
     if format.startswith("zero"):  # its pieces hold parts of many tensors, and more pieces on more ranks
         keys = {tensor.key for tensor in carried}
         carried = [tensor for tensor in inventory.tensors if tensor.key in keys]
@@ -181,6 +185,11 @@ def _point(target: Path, format: str) -> None:
     except OSError as error:
         advice = f"the target is whole: write its name into {target.parent / pointer} once {{}}"
         raise disk_error(error, target.parent, advice) from error
+
+
+def where_is(folder: Path) -> str:
+    """A folder as ``ullage.json`` names it: its absolute path, or its URL."""
+    return str(folder) if is_remote(folder) else os.path.abspath(folder)
 
 
 def default_workers() -> int:
@@ -225,8 +234,7 @@ class _Job:
             journal = Journal(self.partial, self.mark)
             if journal.removed_other:
                 self.report.notes.append("a partial of another source or other options was removed")
-            units = split(self.targets)
-            self._finish(units, self._work(units, journal))
+            self._finish(self._work(journal))
         except CheckpointError as error:
             # An unreadable file may be readable later, so what is done is kept. A source that is refused will be
             # refused again.
@@ -243,11 +251,17 @@ class _Job:
             if journal is not None:
                 journal.close()
 
-    def _work(self, units: list[Unit], journal: Journal) -> dict[int, dict[str, Any]]:
-        """The journal's lines of all units, once they are done."""
-        # Finished units count where their files are still there at their size; a unit of small files needs all of them.
-        done = {u.number: journal.done[u.number] for u in units if u.number in journal.done and self._is_there(u)}
-        count = self.report.bytes_resumed = sum(u.num_bytes for u in units if u.number in done)
+    def _work(self, journal: Journal) -> list[Line]:
+        """What is to be kept of all files, once they are done."""
+        files, left = split(self.targets), []
+        for each in files:
+            # What is done counts where it is still there at its size.
+            if each.number in journal.done and self._is_there(each):
+                each.line = journal.done[each.number]
+                self.report.bytes_resumed += each.num_bytes
+            else:
+                left.append(each)
+        count = self.report.bytes_resumed
 
         def step(num_bytes: int) -> None:
             nonlocal count
@@ -255,21 +269,16 @@ class _Job:
             if self.progress is not None:
                 self.progress(count, self.report.num_bytes)
 
-        copying.prepare(self.partial, self.targets)
-        left = [u for u in units if u.number not in done]
-        return done | copying.run_units(
-            self.inventory, self.targets, self.partial, left, journal, self.report.workers, step
-        )
+        copy_files(self.inventory, self.targets, self.partial, left, journal, self.report.workers, step)
+        return [each.line for each in files]
 
-    def _is_there(self, unit: Unit) -> bool:
-        paths = {self.partial / target.name: target.num_bytes for target in self.targets[unit.first : unit.last]}
+    def _is_there(self, files: Files) -> bool:
+        paths = {self.partial / target.name: target.num_bytes for target in self.targets[files.first : files.last]}
         return all(path.exists() and path.stat().st_size == size for path, size in paths.items())
 
-    def _finish(self, units: list[Unit], lines: dict[int, dict[str, Any]]) -> None:
-        """Compare and fill in the checksums, write ``ullage.json``, sync, rename."""
-        summary = self._make_summary(lines)
-        checksums.fill_checksums(self.targets, self.partial, units, lines)
-        (self.partial / COMPLETE).write_text(summary)
+    def _finish(self, lines: list[Line]) -> None:
+        """Compare the checksums of the source, write ``ullage.json``, sync, rename."""
+        (self.partial / COMPLETE).write_text(self._make_summary(lines))
         # All bytes are on the disk before the name is given; then the name is synced, an entry of the parent folder. So
         # what stands under the target's name is complete, even after a crash.
         sync_files(self.partial)
@@ -281,17 +290,17 @@ class _Job:
         finally:
             os.close(fd)
 
-    def _make_summary(self, lines: dict[int, dict[str, Any]]) -> str:
+    def _make_summary(self, lines: list[Line]) -> str:
         """The content of ``ullage.json``, of a source whose checksums agree with all that was read of it."""
         # The source is judged before the target is finished: a damaged source never becomes a target.
-        self.report.records_checked = checksums.compare_sources(self.inventory, lines)
+        self.report.records_checked = compare_sources(self.inventory, [line.runs for line in lines])
         self._compare_twins()
-        for line in lines.values():
-            for index, number, count in line.get("not_finite", ()):
-                tensor = self.targets[index].payloads[number].tensor
-                self.report.not_finite.append((tensor.name, tensor.key, count))
-        self.report.not_finite = _sum_counts(self.report.not_finite)
-        summary = {"mark": self.mark, "source": str(self.inventory.folder), **self.options}
+        counts: Counter[tuple[str, str]] = Counter()
+        for index, number, count in (found for line in lines for found in line.not_finite):
+            tensor = self.targets[index].payloads[number].tensor
+            counts[tensor.name, tensor.key] += count
+        self.report.not_finite = sorted((name, key, count) for (name, key), count in counts.items())
+        summary = {"mark": self.mark, "source": where_is(self.inventory.folder), **self.options}
         summary |= {
             "num_bytes": self.report.num_bytes,
             "not_finite": self.report.not_finite,
@@ -308,10 +317,3 @@ class _Job:
             what, hint = _TWINS["muon" if is_muons else self.inventory.format]
             where = f"{self.inventory.folder}, parameter {problem.parameter}"
             raise CheckpointError(what, where=where, found=problem.what, hint=hint)
-
-
-def _sum_counts(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    total: dict[tuple[str, str], int] = {}
-    for name, key, count in found:
-        total[name, key] = total.get((name, key), 0) + count
-    return sorted((name, key, count) for (name, key), count in total.items())

@@ -1,9 +1,9 @@
 """Copying of tensors into the target files. Each byte is read once and written once, in chunks that fit the cache.
 
-The work is cut into units: a range of one large tensor, small tensors that lie side by side, or some small files
-together. Units go to threads (reading, writing, summing and casting all release the interpreter), in any order, since
-each knows its place in the target. A unit that is done is a line in the journal. Checksums of what several units make
-come last, from the sums of the parts.
+The work is cut into files, and a large file into units: a range of one large tensor, or small tensors that lie side by
+side; small files are done some together. Units go to threads (reading, writing, summing and casting all release the
+interpreter), in the order of the files, so that few files are begun and not done. A file whose units are done gets the
+checksums of its tensors, is synced, and becomes a line in the journal.
 """
 
 from __future__ import annotations
@@ -15,67 +15,140 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ullage.checkpoint.conversion.journal import Journal, SideBySide, Unit, is_small, neighbours_in
+from ullage.checkpoint.conversion.journal import Journal, Line
 from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.core.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
-from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, stream
+from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
 from ullage.checkpoint.files.archive import Payload, Target, combine
 from ullage.core.errors import CheckpointError
 
-
-def _source_order(targets: list[Target], unit: Unit) -> tuple[int, int]:
-    """(file, byte) at which a unit begins to read; units are done in this order, that of the disk."""
-    target = targets[unit.first]
-    if target.copy_of is not None:
-        return target.copy_of, unit.start
-    if not target.payloads or not target.payloads[unit.payload or 0].tensor.slices:
-        return -1, 0
-    fragments = target.payloads[unit.payload or 0].tensor.slices[0].fragments
-    if not len(fragments):
-        return -1, 0
-    # The last fragment that begins at or before the unit.
-    i = max(0, int(np.searchsorted(fragments.start, unit.start, side="right")) - 1) if unit.start else 0
-    return int(fragments.file[i]), int(fragments.offset[i])
+#: Targets and tensors up to this size are composed in memory, many together, and written at once.
+SMALL_BYTES = 1 << 20
+#: Tensors, and small files, that are done together at most: their time is that of opening them, not of their bytes.
+_TOGETHER, _FILES_TOGETHER = 2048, 256
+#: A unit of a large file; small files together have a quarter of it.
+UNIT_BYTES = 32 << 20
 
 
-def _read_by(targets: list[Target], unit: Unit) -> Iterator[tuple[int, int, int]]:
-    """(file, offset, bytes) of the source that a unit reads."""
-    copied = targets[unit.first].copy_of
-    if unit.payload is None:
-        for payload in itertools.chain.from_iterable(t.payloads for t in targets[unit.first : unit.last]):
-            yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
-    elif unit.neighbours is not None:
-        for payload in targets[unit.first].payloads[unit.neighbours.first : unit.neighbours.last]:
-            yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
-    elif copied is not None:
-        yield copied, unit.start, unit.num_bytes
-    else:
-        yield from ranges_of(targets[unit.first].payloads[unit.payload].tensor, unit.start, unit.stop)
+@dataclass(frozen=True)
+class SideBySide:
+    """Bytes ``[begin, end)`` of target number ``target``: payloads ``[first, last)`` and all texts between them."""
+
+    target: int
+    first: int
+    last: int
+    begin: int
+    end: int
 
 
-def prepare(partial: Path, targets: list[Target]) -> None:
-    """Make the folders, and the large files at full size with the texts that no unit writes. May be repeated."""
+@dataclass(frozen=True)
+class Range:
+    """Elements ``[start, stop)`` of payload number ``payload`` of target number ``target``."""
+
+    target: int
+    payload: int
+    start: int
+    stop: int
+
+
+#: What one thread does at once: stretches, composed in memory, or a range of one tensor.
+Unit = tuple[SideBySide, ...] | Range
+
+
+@dataclass
+class Files:
+    """Targets that are done or not done: a large one, or some small ones.
+
+    Attributes:
+        number: place among all; its name in the journal.
+        first: number of the first target.
+        last: number after that of the last target.
+        num_bytes: of all of them.
+        units: the work, in order.
+        is_large: whether it is one file, of which units are parts.
+        line: gets what the journal is to keep.
+        sums: by payload: (first byte, CRC-32, bytes) of the parts whose sum has no place yet.
+        done: units that are done, and their bytes.
+    """
+
+    number: int
+    first: int
+    last: int
+    num_bytes: int
+    units: list[Unit]
+    is_large: bool = False
+    line: Line = field(default_factory=Line)
+    sums: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    done: tuple[int, int] = (0, 0)
+
+
+def split(targets: list[Target]) -> list[Files]:
+    """The files of ``targets`` in the order of the work, that of the targets; the same for the same targets."""
+    made: list[Files] = []
+    together: list[SideBySide] = []
+
+    def close() -> None:
+        if together:
+            first, last = together[0].target, together[-1].target + 1
+            size = sum(part.end for part in together)
+            made.append(Files(len(made), first, last, size, [tuple(together)]))
+            together.clear()
+
+    for index, target in enumerate(targets):
+        if target.num_bytes <= SMALL_BYTES:
+            together.append(SideBySide(index, 0, len(target.payloads), 0, target.num_bytes))
+            if len(together) >= _FILES_TOGETHER or sum(part.end for part in together) >= UNIT_BYTES // 4:
+                close()
+            continue
+        close()
+        units = list(_units(index, target)) or [()]
+        made.append(Files(len(made), index, index + 1, target.num_bytes, units, is_large=True))
+    close()
+    return made
+
+
+def _units(index: int, target: Target) -> Iterator[Unit]:
+    """The units of a large target, in the order of its bytes."""
+    first, begin, end = 0, 0, 0  # of the stretch that is being made; the end of the last payload
+    for number, payload in enumerate(target.payloads):
+        item = ITEM_BYTES[payload.dtype]
+        size = payload.tensor.numel * item
+        is_large = size > SMALL_BYTES
+        full = payload.offset - begin > UNIT_BYTES // 4 or number - first >= _TOGETHER
+        if number > first and (is_large or full):
+            yield (SideBySide(index, first, number, begin, end),)
+            first, begin = number, end
+        end = payload.offset + size
+        if is_large:
+            # At whole rows.
+            row = row_elements(payload.tensor)
+            step = max(1, UNIT_BYTES // (row * item)) * row
+            for start in range(0, payload.tensor.numel, step):
+                yield Range(index, number, start, min(start + step, payload.tensor.numel))
+            first, begin = number + 1, end
+    if len(target.payloads) > first:
+        yield (SideBySide(index, first, len(target.payloads), begin, end),)
+
+
+def _prepare(partial: Path, files: list[Files], targets: list[Target]) -> None:
+    """Make the folders, and the large files at full size with their texts. May be repeated."""
     for folder in sorted({os.path.dirname(t.name) for t in targets}):
         os.makedirs(partial / folder, exist_ok=True)
-    for index, target in enumerate(targets):
-        if is_small(target):
+    for each in files:
+        if not each.is_large:
             continue
-        together = neighbours_in(index, target)
-        begins = [part.begin for part in together]
+        target = targets[each.first]
         fd = os.open(partial / target.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if os.fstat(fd).st_size != target.num_bytes:
-                # The full size at once, as a hole: units are written into it in any order.
-                os.ftruncate(fd, target.num_bytes)
+            # The full size at once, as a hole: units are written into it in any order.
+            os.ftruncate(fd, target.num_bytes)
             for offset, text in target.texts:
-                before = bisect.bisect_right(begins, offset) - 1
-                if before < 0 or offset >= together[before].end:
-                    write_at(fd, memoryview(text), offset)
+                write_at(fd, memoryview(text), offset)
         finally:
             os.close(fd)
 
@@ -91,51 +164,32 @@ class _Worker:
     """One thread's buffers and open files."""
 
     def __init__(self, inventory: Inventory, targets: list[Target], partial: Path) -> None:
-        self.inventory, self.targets, self.partial = inventory, targets, os.fspath(partial)
+        self.targets, self.partial = targets, os.fspath(partial)
         self.sources = Sources(inventory)
         self.buffer = np.empty(CHUNK_BYTES, np.uint8)
 
-    def run(self, unit: Unit) -> dict[str, Any]:
-        """Do one unit; returns its line in the journal."""
-        tally = Tally()
-        if self.sources.remote:
-            self.sources.fetch(_read_by(self.targets, unit))
-        line: dict[str, Any] = {"unit": unit.number}
-        not_finite: list[tuple[int, int, int]] = []
-        if unit.payload is None:
-            whole = [
-                SideBySide(i, 0, len(self.targets[i].payloads), 0, self.targets[i].num_bytes)
-                for i in range(unit.first, unit.last)
-            ]
-            self._compose(whole, tally, not_finite)
-        elif unit.neighbours is not None:
-            later = self._compose([unit.neighbours], tally, not_finite)
-            if later:
-                line["crcs"] = later
-        elif unit.payload < 0:
-            self._copy(unit, tally)
-        else:
-            line["crc"] = self._range(unit, tally)
-            if tally.not_finite:
-                not_finite.append((unit.first, unit.payload, tally.not_finite))
-        if not_finite:
-            line["not_finite"] = not_finite
-        if tally.runs:
-            line["runs"] = tally.runs
-        return line
+    def run(self, unit: Unit) -> tuple[Line, list[tuple[int, int, int, int]]]:
+        """Do one unit.
 
-    def _compose(
-        self, parts: list[SideBySide], tally: Tally, not_finite: list[tuple[int, int, int]]
-    ) -> list[tuple[int, int]]:
-        """Compose stretches in memory and write each at once.
-
-        Args:
-            parts: the stretches; of a target that is written whole, one that is all of it.
-            tally: gets the runs that were read.
-            not_finite: gets (target, payload, elements not finite) of each payload that has any.
-
-        Returns (payload, CRC-32) of those whose sum belongs to a place outside their stretch.
+        Returns what the journal is to keep of it, and (payload, first byte, CRC-32, bytes) of what was written of
+        payloads whose sum has a place that the unit has not written.
         """
+        if self.sources.remote:
+            self.sources.fetch(self._reads(unit))
+        line = Line()
+        return line, self._copy(unit, line) if isinstance(unit, Range) else self._compose(unit, line)
+
+    def _reads(self, unit: Unit) -> Iterator[tuple[int, int, int]]:
+        """(file, offset, bytes) of the source that a unit reads."""
+        if isinstance(unit, Range):
+            yield from ranges_of(self.targets[unit.target].payloads[unit.payload].tensor, unit.start, unit.stop)
+            return
+        for part in unit:
+            for payload in self.targets[part.target].payloads[part.first : part.last]:
+                yield from ranges_of(payload.tensor, 0, payload.tensor.numel)
+
+    def _compose(self, parts: tuple[SideBySide, ...], line: Line) -> list[tuple[int, int, int, int]]:
+        """Compose stretches in memory and write each at once."""
         starts = [0, *itertools.accumulate(part.end - part.begin for part in parts)]
         whole = np.zeros(starts[-1], np.uint8)
         wanted: list[tuple[Payload, int]] = []
@@ -145,23 +199,23 @@ class _Worker:
             for offset, text in target.texts[low : bisect.bisect_left(target.texts, (part.end,))]:
                 whole[offset + shift : offset + shift + len(text)] = np.frombuffer(text, np.uint8)
             wanted += [(payload, payload.offset + shift) for payload in target.payloads[part.first : part.last]]
+        tally = Tally(line.runs)
         counts = _read_small(self.sources, [(p.tensor, p.dtype, at) for p, at in wanted], whole, self.buffer, tally)
         view, later, done = whole.data, [], 0
         for part, start in zip(parts, starts):
             shift = start - part.begin
             for number in range(part.first, part.last):
-                payload, at = wanted[done]
-                if counts[done]:
-                    not_finite.append((part.target, number, counts[done]))
+                (payload, at), count = wanted[done], counts[done]
                 done += 1
-                if not payload.crc_at:
-                    continue
-                crc = zlib.crc32(view[at : at + payload.tensor.numel * ITEM_BYTES[payload.dtype]])
-                for place in payload.crc_at:
-                    if part.begin <= place and place + 4 <= part.end:
-                        view[place + shift : place + shift + 4] = crc.to_bytes(4, "little")
-                    else:
-                        later.append((number, crc))
+                line.add(part.target, number, count)
+                if payload.crc_at:
+                    size = payload.tensor.numel * ITEM_BYTES[payload.dtype]
+                    crc = zlib.crc32(view[at : at + size])
+                    if any(not part.begin <= place <= part.end - 4 for place in payload.crc_at):
+                        later.append((number, 0, crc, size))
+                    for place in payload.crc_at:
+                        if part.begin <= place <= part.end - 4:
+                            view[place + shift : place + shift + 4] = crc.to_bytes(4, "little")
             self._write(part, view[start : start + part.end - part.begin])
         return later
 
@@ -176,109 +230,129 @@ class _Worker:
         finally:
             os.close(fd)
 
-    def _range(self, unit: Unit, tally: Tally) -> int:
-        """Copy a range of elements of one payload; returns the CRC-32 of the bytes written."""
-        payload = self.targets[unit.first].payloads[unit.payload or 0]
-        at, crc = payload.offset + unit.start * ITEM_BYTES[payload.dtype], 0
-        before = len(tally.runs)
+    def _copy(self, unit: Range, line: Line) -> list[tuple[int, int, int, int]]:
+        """Copy a range of elements of one payload."""
+        payload = self.targets[unit.target].payloads[unit.payload]
+        tensor, tally = payload.tensor, Tally(line.runs)
+        begin = at = unit.start * ITEM_BYTES[payload.dtype]
+        crc = 0
         # A flat tensor that is not cast is written as it was read, so the sums of the runs are those of its bytes.
-        tensor = payload.tensor
         as_read = payload.dtype == tensor.dtype and tensor.merge.kind == "flat"
-        fd = os.open(os.path.join(self.partial, self.targets[unit.first].name), os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(os.path.join(self.partial, self.targets[unit.target].name), os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for chunk in stream(self.sources, payload.tensor, unit.start, unit.stop, self.buffer, tally):
-                data = cast(chunk, payload.tensor.dtype, payload.dtype)
-                if not as_read:
+            for chunk in stream(self.sources, tensor, unit.start, unit.stop, self.buffer, tally):
+                data = cast(chunk, tensor.dtype, payload.dtype)
+                if payload.crc_at and not as_read:
                     crc = zlib.crc32(data.data, crc)
-                write_at(fd, data.data, at)
+                write_at(fd, data.data, payload.offset + at)
                 at += len(data)
         finally:
             os.close(fd)
+        line.add(unit.target, unit.payload, tally.not_finite)
+        if not payload.crc_at:
+            return []
         if as_read:
-            # Runs are (file, offset, bytes, crc), in the order of the elements.
-            _, _, sizes, crcs = np.array(tally.runs[before:], np.int64).T
-            crc = int(combine(crcs, sizes, np.zeros(len(sizes), np.int64))[0])
-        return crc
-
-    def _copy(self, unit: Unit, tally: Tally) -> None:
-        """Copy a range of a source file; the parts that lie in its records are summed, record by record."""
-        target = self.targets[unit.first]
-        assert target.copy_of is not None
-        file = target.copy_of
-        records = self.inventory.records.get(file, np.zeros((0, 3), np.int64))
-        begins, ends = records[:, 0], records[:, 0] + records[:, 1]
-        fd = os.open(os.path.join(self.partial, target.name), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for start in range(unit.start, unit.stop, CHUNK_BYTES):
-                view = self.buffer[: min(CHUNK_BYTES, unit.stop - start)].data
-                self.sources.read(file, start, view)
-                write_at(fd, view, start)
-                stop = start + len(view)
-                # Records that end after ``start`` and begin before ``stop``; of each, what this chunk holds is summed.
-                first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop)
-                for begin, end in zip(begins[first:last].tolist(), ends[first:last].tolist()):
-                    low, high = max(begin, start), min(end, stop)
-                    tally.runs.append((file, low, high - low, zlib.crc32(view[low - start : high - start])))
-        finally:
-            os.close(fd)
+            crc = _joined([(size, crc) for _, _, size, crc in line.runs])
+        return [(unit.payload, begin, crc, at - begin)]
 
 
-def run_units(
+def _joined(parts: list[tuple[int, int]]) -> int:
+    """The CRC-32 of parts (bytes, CRC-32) that lie end to end."""
+    sizes, crcs = np.array(parts, np.int64).T
+    return int(combine(crcs, sizes, np.zeros(len(sizes), np.int64))[0])
+
+
+def _close(partial: Path, target: Target, sums: dict[int, list[tuple[int, int, int]]]) -> None:
+    """Write the CRC-32 of payloads into their archive, from the sums of their parts, and sync it."""
+    fd = os.open(partial / target.name, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for number, parts in sums.items():
+            crc = _joined([(size, crc) for _, crc, size in sorted(parts)]) if len(parts) > 1 else parts[0][1]
+            # Twice: in the header of the record, and in the entry of the directory.
+            for place in target.payloads[number].crc_at:
+                write_at(fd, memoryview(crc.to_bytes(4, "little")), place)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_files(
     inventory: Inventory,
     targets: list[Target],
     partial: Path,
-    units: list[Unit],
+    files: list[Files],
     journal: Journal,
     workers: int,
     progress: Callable[[int], None],
-) -> dict[int, dict[str, Any]]:
-    """Do ``units`` on threads; returns their lines in the journal by number. Raises the error of the first that fails.
+) -> None:
+    """Write ``files`` on threads. Raises the error of the first unit that fails.
 
     Args:
         inventory: the source.
         targets: all files of the target.
         partial: the folder in which they are written.
-        units: the units to do.
-        journal: gets a line per finished unit.
+        files: those to write; each gets its line.
+        journal: gets a line per file.
         workers: threads; each holds one chunk of memory and its own open files.
         progress: called with the bytes of each finished unit, never by two threads at once.
     """
-    local = threading.local()
+    local, lock, stop = threading.local(), threading.Lock(), threading.Event()
     made: list[_Worker] = []
-    lock = threading.Lock()
-    stop = threading.Event()
 
-    def one(unit: Unit) -> dict[str, Any] | None:
+    def one(each: Files, unit: Unit) -> None:
         if stop.is_set():
-            return None
+            return
         worker: _Worker | None = getattr(local, "worker", None)
         if worker is None:
             worker = local.worker = _Worker(inventory, targets, partial)
             with lock:
                 made.append(worker)
-        line = worker.run(unit)
-        journal.add(line, unit.num_bytes)
-        if "runs" in line:  # 32 bytes a run, not 300
-            line["runs"] = np.array(line["runs"], np.int64)
+        line, sums = worker.run(unit)
         with lock:
-            progress(unit.num_bytes)
-        return line
+            each.line.join(line)
+            for number, *part in sums:
+                each.sums.setdefault(number, []).append((part[0], part[1], part[2]))
+            size, (count, before) = _num_bytes(targets, unit), each.done
+            each.done = count + 1, before + size
+        if count + 1 == len(each.units):
+            size = each.num_bytes - before  # with headers and directories
+            if each.is_large:
+                _close(partial, targets[each.first], each.sums)
+            journal.add(each.number, each.line, synced=each.is_large)
+        with lock:
+            progress(size)
 
-    # In the order of the source, so that a disk reads ahead; where the bytes go is known for each unit alone.
-    ordered = sorted(units, key=lambda u: _source_order(targets, u))
+    _prepare(partial, files, targets)
     pool = ThreadPoolExecutor(workers)
     try:
-        futures = [pool.submit(one, unit) for unit in ordered]
+        futures = []
+        for each in sorted(files, key=lambda each: _source_order(targets[each.first])):
+            futures += [pool.submit(one, each, unit) for unit in each.units]
         finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in finished:
             future.result()
-        return {line["unit"]: line for line in (f.result() for f in futures) if line}
     finally:
         # Also after an error: units that have begun end first, since they hold files and write; the others are dropped.
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
         for worker in made:
             worker.sources.close()
+
+
+def _source_order(target: Target) -> tuple[int, int]:
+    """(file, byte) at which a target begins to read; files are written in this order, that of the disk."""
+    for payload in target.payloads[:1]:
+        for part in payload.tensor.slices[:1]:
+            if len(part.fragments):
+                return int(part.fragments.file[0]), int(part.fragments.offset[0])
+    return -1, 0
+
+
+def _num_bytes(targets: list[Target], unit: Unit) -> int:
+    """Bytes that a unit writes."""
+    if isinstance(unit, Range):
+        return (unit.stop - unit.start) * ITEM_BYTES[targets[unit.target].payloads[unit.payload].dtype]
+    return sum(part.end - part.begin for part in unit)
 
 
 # Many small tensors at once: neighbours in a file are one read
@@ -299,7 +373,8 @@ def _read_small(
     Returns the number of elements that are not finite, of each tensor. Raises as :func:`stream` does.
     """
     counts = [0] * len(wanted)
-    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.merge.kind == "flat" and t.dtype == dtype]
+    # A file that is copied has no name: it is read record by record, since a sum is that of one record.
+    plain = [i for i, (t, dtype, _) in enumerate(wanted) if t.name and t.merge.kind == "flat" and t.dtype == dtype]
     for i in sorted(set(range(len(wanted))) - set(plain)) if len(plain) < len(wanted) else ():
         tensor, dtype, at = wanted[i]
         mine = Tally(tally.runs)

@@ -121,11 +121,11 @@ def diff(
     one, other = (each if isinstance(each, Inventory) else formats.read(each) for each in (first, second))
     for inventory in (one, other):
         formats.require_none(inventory, inventory.problems())
-    mine, yours = _by_weight(one, weights_only), _by_weight(other, weights_only)
     found: list[TensorDifference] = []
     pairs: list[tuple[tuple[str, str], Tensor, Tensor]] = []
-    for name in dict.fromkeys([*mine, *yours]):
-        a, b = _with_aliases(name, mine, one), _with_aliases(name, yours, other)
+    order: dict[tuple[str, str], int] = {}
+    for name, a, b in pair_tensors(one, other, weights_only):
+        order[name] = len(order)
         if a is None or b is None:
             found.append(
                 TensorDifference(*name, f"missing in {'first' if a is None else 'second'}", _form(a), _form(b))
@@ -135,12 +135,21 @@ def diff(
         else:
             pairs.append((name, a, b))
     found += _compare(one, other, pairs, workers or default_workers(), progress)
-    order = {name: i for i, name in enumerate(dict.fromkeys([*mine, *yours]))}
     found.sort(key=lambda difference: order[difference.name, difference.key])
-    if not weights_only:
-        found += _steps(one, other)
+    steps = None if weights_only else steps_that_differ(one, other)
+    if steps is not None:
+        found.append(TensorDifference("", "step", "step", *steps))
     elements = sum(a.numel for _, a, _ in pairs)
     return Differences(str(one.folder), str(other.folder), len(pairs), elements, tuple(found))
+
+
+def pair_tensors(
+    one: Inventory, other: Inventory, weights_only: bool = False
+) -> Iterator[tuple[tuple[str, str], Tensor | None, Tensor | None]]:
+    """(name and state, the tensor of the first, of the second) of all that either holds; None where one lacks it."""
+    mine, yours = _by_weight(one, weights_only), _by_weight(other, weights_only)
+    for name in dict.fromkeys([*mine, *yours]):
+        yield name, _with_aliases(name, mine, one), _with_aliases(name, yours, other)
 
 
 def _by_weight(inventory: Inventory, weights_only: bool = False) -> dict[tuple[str, str], Tensor]:
@@ -165,13 +174,16 @@ def _form(tensor: Tensor | None) -> str | None:
     return None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _steps(one: Inventory, other: Inventory) -> list[TensorDifference]:
-    """The optimizer's steps. Groups are numbered differently by formats, and some do not keep steps: values count."""
+def steps_that_differ(one: Inventory, other: Inventory) -> tuple[str, str] | None:
+    """The optimizer's steps in words, where they differ.
+
+    Groups are numbered differently by formats, and some do not keep steps: values count.
+    """
     steps = [sorted({float(step) for step in each.steps.values() if step is not None}) for each in (one, other)]
     if not all(steps) or steps[0] == steps[1]:
-        return []
+        return None
     first, second = (", ".join(f"{step:g}" for step in each) for each in steps)
-    return [TensorDifference("", "step", "step", first, second)]
+    return first, second
 
 
 class _Count(NamedTuple):

@@ -109,25 +109,19 @@ class Payload:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A file to be written, or a plain copy of a source file.
+    """A file to be written.
 
     Attributes:
         name: relative to the target's folder.
         num_bytes: its size, known before anything is copied.
         payloads: tensors to be copied into it.
         texts: all other bytes, as (offset, bytes) in the order of offsets: headers, descriptions, directory.
-        copy_of: number of the source file that it is a copy of; then there is nothing else in it.
-        root: of an archive, its content as a loader must find it.
-        stored: turns references to tensors of other files in ``root`` into tensors to copy.
     """
 
     name: str
     num_bytes: int
     payloads: tuple[Payload, ...] = ()
     texts: tuple[tuple[int, bytes], ...] = ()
-    copy_of: int | None = None
-    root: Any = None
-    stored: Callable[[TensorRef], TensorCopy] | None = None
 
 
 def archive(
@@ -178,16 +172,15 @@ def archive(
     for stream, offset, header_at, index in waiting:
         crc_at = (base + header_at + 14, base + starts[index] + 16)
         payloads.append(Payload(stream.tensor, base + offset, stream.dtype, crc_at))
-    return Target(name, at + len(ending), tuple(payloads), tuple(texts), root=root, stored=stored)
+    return Target(name, at + len(ending), tuple(payloads), tuple(texts))
 
 
-def archive_like(model: Target, name: str, root: Any, copy: TensorCopy | None = None, base: int = 0) -> Target:
-    """The archive of ``root``, which is that of ``model`` but for the bytes of its one tensor, ``copy``.
+def archive_like(model: Target, name: str, copy: TensorCopy | None = None, base: int = 0) -> Target:
+    """An archive that is ``model`` but for the bytes of its one tensor, ``copy``.
 
     Args:
         model: what :func:`archive` laid out with ``base`` 0.
         name: of the file.
-        root: the content.
         copy: the tensor, of the dtype and shape of that in ``model``; None where the model has none to copy.
         base: bytes by which all offsets are shifted.
     """
@@ -198,7 +191,7 @@ def archive_like(model: Target, name: str, root: Any, copy: TensorCopy | None = 
         payloads = (Payload(copy.tensor, base + held.offset, copy.dtype, crc_at),)
     if base:
         texts = tuple((base + offset, text) for offset, text in texts)
-    return Target(name, model.num_bytes, payloads, texts, root=root)
+    return Target(name, model.num_bytes, payloads, texts)
 
 
 def _headers(name: str, size: int, crc: int, at: int) -> tuple[bytes, bytes]:

@@ -99,7 +99,7 @@ class ItemWriter:
             kind = (value.tensor.shape, value.dtype)
             if kind not in self._laid_out:
                 self._laid_out[kind] = archive("", value)
-            made = archive_like(self._laid_out[kind], "", value, value, self._at)
+            made = archive_like(self._laid_out[kind], "", value, self._at)
         else:
             made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
         where = storage_of(self._name(), self._at, made.num_bytes)

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ullage.checkpoint.core.inventory import Inventory, Merge, Slice, Tensor
+import numpy as np
+
+from ullage.checkpoint.core.inventory import Fragments, Inventory, Merge, Slice, Tensor
 from ullage.checkpoint.core.numbers import FLOATS, NUMBER_CODES
-from ullage.checkpoint.files.archive import Target, archive
+from ullage.checkpoint.files.archive import Payload, Target, archive
 from ullage.checkpoint.files.pickling import Constant, TensorCopy, is_writable
 from ullage.checkpoint.files.torchfile import TorchFile, as_number, read_bytes
 from ullage.checkpoint.files.unpickling import TensorRef
@@ -161,6 +163,16 @@ def saved_number(value: Any, source: TorchFile) -> tuple[Any, str | None]:
 def text_file(name: str, text: bytes) -> Target:
     """A file of these bytes."""
     return Target(name, len(text), texts=((0, text),))
+
+
+def copied_file(name: str, inventory: Inventory, number: int) -> Target:
+    """A copy of a file of the source: one tensor of bytes without a name, cut at the file's records."""
+    size = inventory.files[number].num_bytes
+    records = inventory.records.get(number, np.zeros((0, 3), np.int64))
+    bounds = np.unique([0, size, *records[:, 0], *(records[:, 0] + records[:, 1])])
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    whole = Slice(0, (size,), Fragments(np.full_like(starts, number), starts, starts, lengths))
+    return Target(name, size, (Payload(Tensor("", "bytes", (size,), "uint8", "buffer", (whole,)), 0, "uint8"),))
 
 
 def small_file_targets(folder: Path, names: Iterable[str]) -> list[Target]:

@@ -34,6 +34,7 @@ from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
 from ullage.checkpoint.formats.entries import (
     archive_again,
+    copied_file,
     in_file,
     kept_entries,
     number,
@@ -100,7 +101,7 @@ def state_file(tensor: Tensor, kind: str | None = None, laid_out: dict[Any, Targ
     sort = (stem, tensor.shape, tensor.dtype, repr(tensor.extra))
     if sort not in laid_out:
         laid_out[sort] = archive(name, content, stem=stem)
-    return archive_like(laid_out[sort], name, content, copy)
+    return archive_like(laid_out[sort], name, copy)
 
 
 def step_files(names: Iterable[str], value: Any, dtype: str | None) -> list[Target]:
@@ -108,7 +109,7 @@ def step_files(names: Iterable[str], value: Any, dtype: str | None) -> list[Targ
     if not isinstance(value, (int, float)):
         return []
     model = archive("", number(value, dtype), stem="step")
-    return [archive_like(model, f"zero/{safe_name(name)}/step.pt", model.root) for name in names]
+    return [archive_like(model, f"zero/{safe_name(name)}/step.pt") for name in names]
 
 
 def _optimizer_file(details: Details) -> Target:
@@ -166,7 +167,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
             content = dict(content)
         elif not stage3:
             # Below stage 3 the file has the whole module, and engines of these stages load it as it is.
-            targets.append(Target(whole, inventory.files[model.file].num_bytes, copy_of=model.file))
+            targets.append(copied_file(whole, inventory, model.file))
         if model.module is not None:
             # Trained weights are loaded from zero/; of the module only what no optimizer holds is written again.
             others = {k: v for k, v in model.module.items() if not isinstance(v, TensorRef)}
@@ -176,7 +177,7 @@ def _model_files(inventory: Inventory, details: Details) -> list[Target]:
         targets += [archive_again(name, content, model) for name in names]
     for index, file in enumerate(inventory.files):
         if shards.LAYER.fullmatch(file.name):
-            targets.append(Target(file.name, file.num_bytes, copy_of=index))
+            targets.append(copied_file(file.name, inventory, index))
     return targets
 
 
