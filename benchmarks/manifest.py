@@ -93,7 +93,7 @@ def save(folder: Path, layers: int) -> dict[str, float]:
 
     spent: dict[str, float] = {}
     mixin = saving.WholeCheckpointMixin
-    summed, whole = staging.sums, mixin._save_checkpoint
+    summed, whole = staging.sum_share, mixin._save_checkpoint
 
     def timed(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def save(folder: Path, layers: int) -> dict[str, float]:
 
         return call
 
-    staging.sums = timed("sums", summed)
+    staging.sum_share = timed("sums", summed)
     mixin._save_checkpoint = lambda self, *args: timed("seconds", whole)(self, *args)
     make_trainer(folder, layers).train()
     return spent

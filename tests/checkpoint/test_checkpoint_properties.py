@@ -16,7 +16,8 @@ from tests.support.drawing import lengths as drawn
 from ullage.checkpoint import File, Fragments, Inventory, Slice, Tensor, WrittenBy
 from ullage.checkpoint.core.inventory import Band, Merge
 from ullage.checkpoint.core.numbers import cast, count_not_finite
-from ullage.checkpoint.files.archive import archive, combine
+from ullage.checkpoint.core.sums import combine
+from ullage.checkpoint.files.archive import archive
 from ullage.checkpoint.files.pickling import Constant
 from ullage.checkpoint.files.torchfile import TensorRef, read_torch_file
 

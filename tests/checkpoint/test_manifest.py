@@ -6,31 +6,34 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ullage.checkpoint.core import manifest as manifests
 from ullage.checkpoint.core.manifest import (
-    BLOCK_BYTES,
-    MANIFEST,
-    blocks_of,
-    damage_in,
     files_in,
+    joined_sums,
+    misplaced,
+    problems_of,
     read_manifests,
-    share_of_blocks,
-    sums,
+    sum_share,
     write_manifest,
 )
 
+BLOCK_BYTES = 16 << 20
+KINDS = {what: kind for kind, what in manifests._SAID.items()}
+
 
 def list_folder(folder: Path) -> None:
-    blocks = blocks_of(files_in(folder))
-    write_manifest(folder / MANIFEST, blocks, sums(folder, blocks))
+    write_manifest(folder, joined_sums([sum_share(folder, files_in(folder))]).values())
 
 
-def said(folder: Path, **options) -> list[tuple[str, str]]:
+def said(folder: Path, *, content: bool = True) -> list[tuple[str, str]]:
     manifest = read_manifests(folder)
     assert manifest is not None
-    return [(d.name, d.kind) for d in (*manifest.damage, *damage_in(folder, manifest.blocks, **options))]
+    if not content:
+        return [(d.name, d.kind) for d in misplaced(folder, manifest.files)]
+    return [(problem.file or "", KINDS[problem.what]) for problem in problems_of(folder)]
 
 
 @pytest.fixture
@@ -50,27 +53,26 @@ def folder(tmp_path: Path) -> Path:
 def test_the_file_is_as_the_formats_page_says(folder):
     content = json.loads((folder / "manifest.json").read_text())
     files = content["files"]
-    assert (content["format"], content["version"], content["block_bytes"]) == ("ullage-manifest", 1, 16 * 1024 * 1024)
+    assert (content["format"], content["version"]) == ("ullage-manifest", 2)
     assert list(files) == ["empty.txt", "inner/small.json", "large.bin"]
-    assert files["empty.txt"] == {"bytes": 0, "crc32": ["00000000"]}
-    assert files["inner/small.json"] == {"bytes": 2, "crc32": [f"{zlib.crc32(b'{}'):08x}"]}
-    hole = f"{zlib.crc32(bytes(BLOCK_BYTES)):08x}"
-    assert files["large.bin"] == {"bytes": 2 * BLOCK_BYTES + 5, "crc32": [hole, hole, f"{zlib.crc32(b'12345'):08x}"]}
+    assert files["empty.txt"] == {"bytes": 0, "crc32": "00000000"}
+    assert files["inner/small.json"] == {"bytes": 2, "crc32": f"{zlib.crc32(b'{}'):08x}"}
+    whole = zlib.crc32((folder / "large.bin").read_bytes())
+    assert files["large.bin"] == {"bytes": 2 * BLOCK_BYTES + 5, "crc32": f"{whole:08x}"}
     text = json.dumps(files, sort_keys=True, separators=(",", ":"))
     assert content["files_crc32"] == f"{zlib.crc32(text.encode()):08x}"
 
 
-def test_a_block_is_checked_by_itself(folder):
-    manifest = read_manifests(folder)
-    assert manifest is not None
-    first, second, _ = (block for block in manifest.blocks if block.name == "large.bin")
+def test_a_byte_of_any_block_is_found_by_any_number_of_members(folder):
     with open(folder / "large.bin", "r+b") as stream:
         stream.seek(BLOCK_BYTES + 7)
         stream.write(b"x")
-    assert damage_in(folder, [first]) == []
-    [damage] = damage_in(folder, [second])
-    assert damage.kind == "changed"
-    assert damage.expected.endswith("in bytes 16,777,216 to 33,554,432")
+    [problem] = problems_of(folder)
+    assert (problem.file, problem.what) == ("large.bin", "a file is not what the manifest lists")
+    listed = read_manifests(folder).files
+    for parts in (1, 2, 3, 5):
+        sums = joined_sums([sum_share(folder, listed, part, parts) for part in range(parts)])
+        assert [each.name for each in listed if sums[each.name][2] != each.crc] == ["large.bin"]
 
 
 def test_what_changed_since_is_found(folder):
@@ -124,18 +126,25 @@ def test_a_folder_without_one_a_file_of_that_name_by_others_and_names_that_leave
     assert read_manifests(tmp_path / "nowhere") is None
     (tmp_path / "manifest.json").write_text('{"name": "a web page", "icons": []}')
     assert read_manifests(tmp_path) is None
-    assert files_in(tmp_path) == [("manifest.json", 35)]
+    assert [(each.name, each.num_bytes) for each in files_in(tmp_path)] == [("manifest.json", 35)]
     (tmp_path / "inside").mkdir()
     for name in ("../manifest.json", str(tmp_path / "manifest.json")):
-        write_manifest(tmp_path / "inside" / "manifest.json", blocks_of([(name, 1)]), [0])
+        write_manifest(tmp_path / "inside", [(name, 1, 0, "")])
         assert said(tmp_path / "inside") == [("manifest.json", "changed")]
 
 
-@given(st.lists(st.sampled_from([0, 1, 5000, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES]), max_size=9), st.data())
-def test_members_share_every_block_once_and_in_order(sizes, data):
-    blocks = blocks_of([(str(number), size) for number, size in enumerate(sizes)])
-    parts = data.draw(st.sampled_from([1, 2, 3, 7, 64]))
-    assert [block for part in range(parts) for block in share_of_blocks(blocks, part, parts)] == blocks
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 50, 63, 64, 65, 640]), max_size=9), st.sampled_from([1, 2, 3, 7, 64]))
+def test_members_share_every_byte_once_and_their_sums_are_those_of_the_files(tmp_path_factory, sizes, parts):
+    folder = tmp_path_factory.mktemp("shares")
+    for number, size in enumerate(sizes):
+        (folder / f"{number}").write_bytes(os.urandom(size))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifests, "_BLOCK_BYTES", 64)
+        patched.setattr(manifests, "_FILE_COST", 4)
+        shares = [sum_share(folder, files_in(folder), part, parts) for part in range(parts)]
+    found = joined_sums(shares)
+    assert [(each[0], each[1]) for each in found.values()] == [(f"{n}", size) for n, size in enumerate(sizes)]
+    assert all(each[2] == zlib.crc32((folder / each[0]).read_bytes()) for each in found.values())
     if sizes:
-        heaviest = max(sum(block.num_bytes for block in share_of_blocks(blocks, part, parts)) for part in range(parts))
-        assert heaviest <= sum(sizes) / parts + 2 * BLOCK_BYTES
+        assert max(sum(each[1] for each in share) for share in shares) <= sum(sizes) / parts + 2 * 64

@@ -14,7 +14,7 @@ import pytest
 from tests.support.checkpoints import convert_with_deepspeed
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
 from tests.support.real_zero import Recipe
-from ullage.checkpoint.core.manifest import blocks_of, files_in, sums, write_manifest
+from ullage.checkpoint.core.manifest import files_in, joined_sums, sum_share, write_manifest
 from ullage.core.errors import InputError
 from ullage.training.deepspeed import load_checkpoint
 
@@ -103,9 +103,9 @@ def test_what_is_damaged_or_of_another_model_is_refused_by_every_rank(tmp_path: 
     content = bytearray((folder / "flipped" / shard).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "flipped" / shard).write_bytes(content)
-    listed = blocks_of(files_in(folder / "listed"))
-    write_manifest(folder / "listed" / "manifest.json", listed, [crc ^ 1 for crc in sums(folder / "listed", listed)])
-    write_manifest(folder / "cut" / "manifest.json", blocks := blocks_of(files_in(folder / "cut")), [0] * len(blocks))
+    for kind in ("listed", "cut"):
+        found = joined_sums([sum_share(folder / kind, files_in(folder / kind))]).values()
+        write_manifest(folder / kind, [(name, size, crc ^ 1, "") for name, size, crc, _ in found])
     (folder / "cut" / shard).write_bytes((folder / "cut" / shard).read_bytes()[:-100])
     said = try_damaged(folder, tmp_path / "results", replace(recipe, stage=3), 3)
     for kind, (before_loading, text) in {

@@ -13,7 +13,7 @@ import torch
 
 from tests.support import processes
 from ullage.checkpoint.core import manifest
-from ullage.checkpoint.core.manifest import damage_in, read_manifests
+from ullage.checkpoint.core.manifest import problems_of, read_manifests
 from ullage.core.errors import CheckpointError, TrainingError
 from ullage.training.saving import damage, resuming, staging
 from ullage.training.saving.staging import old_of, recover, staging_of, write_into, write_whole
@@ -35,7 +35,7 @@ def content(folder: Path) -> str:
     listed = read_manifests(folder)
     assert listed is not None
     assert listed.damage == ()
-    assert damage_in(folder, listed.blocks) == []
+    assert problems_of(folder) == []
     [text] = {(folder / name).read_text() for name in ("weights.bin", "inner/state.json")}
     return text
 
@@ -239,8 +239,8 @@ def unshared(rank, world, root):
     if rank == 0:
         part_of(0)(place)
         (place / "optimizer.pt").write_text("moments")
-        blocks = manifest.blocks_of(manifest.files_in(place))
-        manifest.write_manifest(place / manifest.MANIFEST, blocks, manifest.sums(place, blocks))
+        found = manifest.joined_sums([manifest.sum_share(place, manifest.files_in(place))])
+        manifest.write_manifest(place, found.values())
     said.append(attempt(lambda: resuming.newest_whole(place.parent)))
     return [*said, sorted(path.name for path in place.parent.glob("*"))]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources
-from ullage.checkpoint.files.archive import combine
+from ullage.checkpoint.core.sums import combine
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64

@@ -24,7 +24,8 @@ from ullage.checkpoint.conversion.journal import Journal, Line
 from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.core.numbers import ITEM_BYTES, Bytes, cast, count_not_finite
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, ranges_of, row_elements, stream
-from ullage.checkpoint.files.archive import Payload, Target, combine
+from ullage.checkpoint.core.sums import combine
+from ullage.checkpoint.files.archive import Payload, Target
 from ullage.core.errors import CheckpointError
 
 #: Targets and tensors up to this size are composed in memory, many together, and written at once.

@@ -105,10 +105,12 @@ def _by_byte(folder: Path, plan: list[Target]) -> tuple[list[Problem], list[Pair
     for number, planned in enumerate(plan):
         path = folder / planned.name
         size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            problems.append(Problem("a file is missing in the target", planned.name))
+            continue
         if size != planned.num_bytes:
-            what = "a file is missing in the target" if size is None else "a file has another size"
-            facts: dict[str, Any] = {} if size is None else {"expected": f"{planned.num_bytes} bytes", "found": f"{size}"}
-            problems.append(Problem(what, planned.name, **facts))
+            expected = f"{planned.num_bytes} bytes"
+            problems.append(Problem("a file has another size", planned.name, expected=expected, found=f"{size}"))
             continue
         problems += _compare_texts(path, planned)
         for payload in planned.payloads:

@@ -129,24 +129,14 @@ class Sources:
 
 @dataclass
 class Tally:
-    """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite.
-
-    ``block_bytes``: runs end where a block of this many bytes of their file ends; 0 where they need not.
-    """
+    """Record of a reading: each run read, as (file, offset, bytes, crc), and the number of elements not finite."""
 
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     not_finite: int = 0
-    block_bytes: int = 0
 
     def add(self, file: int, offset: int, content: memoryview) -> None:
         """Sum what was read of a file, from the byte ``offset`` on."""
-        at = 0
-        while at < len(content):
-            end = len(content)
-            if self.block_bytes:
-                end = min(end, at + self.block_bytes - (offset + at) % self.block_bytes)
-            self.runs.append((file, offset + at, end - at, zlib.crc32(content[at:end])))
-            at = end
+        self.runs.append((file, offset, len(content), zlib.crc32(content)))
 
 
 def ranges_of(tensor: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -15,8 +15,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
-from ullage.checkpoint.core.manifest import around, damage_in
+from ullage.checkpoint.core.manifest import around, misplaced
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError, UllageError
 from ullage.core.layout import Int64
@@ -56,7 +54,7 @@ class Content:
         model_states: files of model states of data-parallel rank 0, by model rank.
         optimizer_states: the file with the optimizer's hyperparameters and loss scale; None without one of DeepSpeed's.
         left_out: state that the optimizer computes again.
-        blocks: by file, offset, bytes and CRC-32 of the blocks of the manifest.
+        sums: by file, (0, bytes, CRC-32) of all of it, as the manifest lists it.
         stepped: of a universal checkpoint, the parameters that have a step of their own.
         problems: why it cannot be loaded.
     """
@@ -68,7 +66,7 @@ class Content:
     model_states: list[Path] = field(default_factory=list)
     optimizer_states: Path | None = None
     left_out: frozenset[str] = frozenset()
-    blocks: dict[int, Int64] = field(default_factory=dict)
+    sums: dict[int, Int64] = field(default_factory=dict)
     stepped: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list)
 
@@ -160,7 +158,7 @@ def read_content(folder: Path, *, manifest: bool) -> Content:
     content.left_out = frozenset(key for each in uncut for key in each.left_out)
     content.problems += _missing_steps(content)
     if manifest:
-        _add_blocks(content)
+        _add_sums(content)
     return content
 
 
@@ -174,19 +172,17 @@ def _missing_steps(content: Content) -> list[str]:
     return ["the optimizer's step is not in it"] if lacking else []
 
 
-def _add_blocks(content: Content) -> None:
-    """The blocks of the manifest that speaks of the checkpoint's files: in its folder, or in the one around it."""
+def _add_sums(content: Content) -> None:
+    """The sums of the manifest that speaks of the checkpoint's files: in its folder, or in the one around it."""
     inventory = content.inventory
     for found, prefix in around(inventory.folder):
-        listed = {name: list(blocks) for name, blocks in groupby(found.blocks, attrgetter("name"))}
+        listed = {each.name: each for each in found.files}
         numbers = {i: listed[prefix + f.name] for i, f in enumerate(inventory.files) if prefix + f.name in listed}
         if not numbers and not found.damage:
             continue
-        damage = [*found.damage, *damage_in(found.folder, [b for own in numbers.values() for b in own], content=False)]
+        damage = [*found.damage, *misplaced(found.folder, list(numbers.values()))]
         content.problems += [f"{d.name} is damaged: expected {d.expected}, found {d.found}" for d in damage]
-        content.blocks = {
-            number: np.array([(b.offset, b.num_bytes, b.crc) for b in own], np.int64) for number, own in numbers.items()
-        }
+        content.sums = {i: np.array([(0, each.num_bytes, each.crc)], np.int64) for i, each in numbers.items()}
         return
 
 

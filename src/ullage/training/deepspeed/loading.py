@@ -28,10 +28,9 @@ import torch
 
 from ullage.checkpoint import Tensor
 from ullage.checkpoint.conversion.checksums import compare_runs
-from ullage.checkpoint.core.manifest import BLOCK_BYTES
 from ullage.checkpoint.core.numbers import Bytes
 from ullage.checkpoint.core.reading import CHUNK_BYTES, Sources, Tally, row_elements, stream
-from ullage.checkpoint.files.archive import combine
+from ullage.checkpoint.core.sums import combine
 from ullage.checkpoint.formats.torch_optimizer import may_be_state
 from ullage.core.errors import CheckpointError, listed
 from ullage.core.layout import Int64
@@ -104,7 +103,7 @@ def load_ranges(
         tag: its folder inside, where that is not the latest.
         strict: every frozen parameter and buffer must be there.
         load_lr_scheduler_states: whether the schedule is loaded.
-        manifest: whether the blocks of a manifest are compared; False where that was done before.
+        manifest: whether the sums of a manifest are compared; False where that was done before.
     """
     end_groups_at_exit()
     require_engine(engine)
@@ -232,7 +231,7 @@ class _RangeReader:
 
     def __init__(self, content: Content) -> None:
         self._content, self._sources = content, Sources(content.inventory)
-        self._tally = Tally(block_bytes=BLOCK_BYTES if content.blocks else 0)
+        self._tally = Tally()
         self._buffers = [np.empty(CHUNK_BYTES, np.uint8)]
         self._twins: dict[tuple[str, str], list[Tensor]] = {}
         for first, other in (pair for pair in content.inventory.twins if pair[0].dtype == pair[1].dtype):
@@ -453,12 +452,12 @@ def _make_weights(zero: Any, masters: list[MasterWeights]) -> None:
 
 
 def _join_runs(runs: list[tuple[int, int, int, int]], content: Content) -> Int64:
-    """Runs (file, offset, bytes, crc) as [n, 4], those that follow one another within a record or block made one."""
+    """Runs (file, offset, bytes, crc) as [n, 4], those that follow one another within a record or file made one."""
     table = np.unique(np.array(runs, np.int64).reshape(-1, 4), axis=0)
     if len(table) < 2:
         return table
     # Runs of bytes [0, 8), [8, 12) and [16, 20) of a file become [0, 12) and [16, 20); but [0, 8) stays by itself where
-    # a record begins at 8. A run may not reach over the beginning of a record or a block, where another sum begins.
+    # a record begins at 8. A run may not reach over the beginning of a record, where another sum begins.
     begins = np.zeros(len(table), bool)
     for file in np.unique(table[:, 0]).tolist():
         edges = np.concatenate([units.get(file, _NONE)[:, 0] for units in _tables(content)])
@@ -472,4 +471,4 @@ def _join_runs(runs: list[tuple[int, int, int, int]], content: Content) -> Int64
 
 
 def _tables(content: Content) -> tuple[dict[int, Any], dict[int, Any]]:
-    return content.inventory.records, content.blocks
+    return content.inventory.records, content.sums

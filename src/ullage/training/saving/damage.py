@@ -1,6 +1,6 @@
 """Damage to a checkpoint: its files against its manifest, by all ranks, before anything of it is loaded.
 
-The ranks share the blocks that the manifest lists, so each block is read once, and all of them come to the same answer.
+The ranks share the files that the manifest lists, so each byte is read once, and all of them come to the same answer.
 Each host looks whether it sees every file: one that does not see the folder of the others is named with what it lacks.
 Without a manifest (of an older version, or by others) only files that were visibly cut are found. What is damaged is
 remembered in the folder itself, in ``damaged.txt``, so that it is never taken for a checkpoint by rotation, and never
@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ullage.checkpoint.core.manifest import (
-    Block,
     Damage,
-    blocks_of,
-    damage_in,
+    differing,
     files_in,
+    joined_sums,
+    misplaced,
     read_manifests,
-    share_of_blocks,
+    sum_share,
 )
 from ullage.core.errors import CheckpointError
 from ullage.ranks.world import agreement, gather, is_first_of_machine, rank_here
@@ -92,18 +92,22 @@ def examine(checkpoint: Path, *, allow_changed: bool = False) -> Finding:
     seen = gather((is_first_of_machine(), manifest))
     # Of the lowest rank whose host sees one: all hosts are compared with it.
     manifest = next((each for _, each in seen if each is not None), None)
-    rank, ranks = rank_here(), len(seen)
+    rank = rank_here()
     found: list[Damage] = []
     changed: list[str] = []
     if manifest is not None:
+        lost = misplaced(checkpoint, manifest.files) if is_first_of_machine() else []
+        host = f" on {socket.gethostname()}, the host of rank {rank}" if sum(first for first, _ in seen) > 1 else ""
         found += manifest.damage if rank == 0 else ()
-        found += damage_in(checkpoint, share_of_blocks(manifest.blocks, rank, ranks))
-        if is_first_of_machine():
-            host = f" on {socket.gethostname()}, the host of rank {rank}" if sum(first for first, _ in seen) > 1 else ""
-            missing = damage_in(checkpoint, manifest.blocks, content=False)
-            found += [replace(each, found=f"{each.found}{host}") for each in missing if each.kind == "missing"]
-    elif checkpoint.is_dir():
-        found += _cut_files(checkpoint, rank, ranks)
+        found += [replace(each, found=f"{each.found}{host}") for each in lost if each.kind == "missing"]
+        found += [each for each in lost if each.kind != "missing" and rank == 0]
+        wrong = {each.name for own in gather(lost) for each in own}
+        whole = [each for each in manifest.files if each.name not in wrong]
+        sums = joined_sums(gather(sum_share(checkpoint, whole, rank, len(seen))))
+        found += differing(whole, sums) if rank == 0 else ()
+    elif checkpoint.is_dir() and rank == 0:
+        cut = ((each.name, _cut(checkpoint / each.name)) for each in files_in(checkpoint))
+        found += [Damage(name, "size", "a whole file", problem) for name, problem in cut if problem is not None]
     if allow_changed:
         # Changed on purpose is only what its own format can still read; a file that is cut never passes.
         passing = {d.name for d in found if d.kind in ("size", "changed") and _cut(checkpoint / d.name) is None}
@@ -122,7 +126,7 @@ def is_damaged(checkpoint: Path) -> bool:
     manifest = read_manifests(checkpoint)
     if manifest is None:
         return False
-    return bool(manifest.damage or damage_in(checkpoint, manifest.blocks, content=False))
+    return bool(manifest.damage or misplaced(checkpoint, manifest.files))
 
 
 def remember(finding: Finding) -> None:
@@ -145,15 +149,6 @@ def name_for_damaged(checkpoint: Path) -> Path:
         if not path.exists():
             return path
     raise AssertionError
-
-
-def _cut_files(folder: Path, part: int, parts: int) -> list[Damage]:
-    """Files that their own format shows to be cut."""
-    mine: list[Block] = share_of_blocks(
-        [block for block in blocks_of(files_in(folder)) if block.offset == 0], part, parts
-    )
-    problems = ((block.name, _cut(folder / block.name)) for block in mine)
-    return [Damage(name, "size", "a whole file", problem) for name, problem in problems if problem is not None]
 
 
 def _cut(path: Path) -> str | None:

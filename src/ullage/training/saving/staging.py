@@ -30,14 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ullage.checkpoint.core.manifest import (
-    MANIFEST,
-    blocks_of,
-    files_in,
-    share_of_blocks,
-    sums,
-    write_manifest,
-)
+from ullage.checkpoint.core.manifest import files_in, joined_sums, sum_share, write_manifest
 from ullage.core.errors import CheckpointError, TrainingError, UllageError
 from ullage.ranks.world import agreement, gather, rank_here, require_same_folder
 from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
@@ -123,14 +116,14 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
     damaged = bool(examine(target).damage)
     with agreement("listing a checkpoint"), one_line(place):
         files = files_in(place) if rank_here() == 0 else []
-    blocks, everyone = blocks_of(gather(files)[0]), len(gather(None))
+    listed, everyone = gather(files)[0], len(gather(None))
     with agreement("summing a checkpoint"), one_line(place):
-        mine = sums(place, share_of_blocks(blocks, rank_here(), everyone))
-    crcs = [crc for own in gather(mine) for crc in own]  # neighbouring shares in rank order join in block order
+        mine = sum_share(place, listed, rank_here(), everyone)
+    sums = joined_sums(gather(mine))
     with agreement("putting a checkpoint in its place"), one_line(target):
         if rank_here() == 0:
             # Order matters: the manifest is the last file, all of it is on the disk, and only then the name is given.
-            write_manifest(place / MANIFEST, blocks, crcs)
+            write_manifest(place, sums.values())
             _flush(place)
             _put(place, target, damaged or is_damaged(target))
     _clear(staged)
