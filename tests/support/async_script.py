@@ -13,7 +13,7 @@ from tests.support.processes import raised
 from tests.support.small_runs import losses, quiet, serve
 from ullage.core.replacing import replaced
 from ullage.training import RaggedCollator, Trainer
-from ullage.training.saving.background import Snapshot
+from ullage.training.saving.background import MemoryFolder
 
 #: Files whose bytes are the same too. In others pickle writes equal strings once or twice, as they are one object or two.
 BYTES = ("model.safetensors", "optimizer.pt", "scheduler.pt")
@@ -100,14 +100,14 @@ def compared(folder: Path, kind: str) -> dict:
 
 def failed(folder: Path, kind: str, step: int, **options) -> dict:
     """A run in which the writer of rank 1 meets a full disk at one step."""
-    trainer, write = make(folder, kind, async_save=True, **options), Snapshot.write
+    trainer, move = make(folder, kind, async_save=True, **options), MemoryFolder.move
 
-    def full(self) -> None:
-        if dist.get_rank() == 1 and any(f"checkpoint-{step}" in str(path) for path, _ in self._files):
+    def full(self, name, to) -> None:
+        if dist.get_rank() == 1 and name == f"checkpoint-{step}":
             raise OSError(28, "No space left on device")
-        write(self)
+        move(self, name, to)
 
-    with replaced(Snapshot, "write", full):
+    with replaced(MemoryFolder, "move", full):
         said = raised(trainer.train) or "nothing"
     dist.barrier()
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("_"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -13,14 +14,15 @@ import torch
 import transformers
 
 from tests.support import async_script
-from tests.support.async_script import BYTES, differing
+from tests.support.async_script import differing
 from tests.support.kill_save import Runs
 from tests.support.small_runs import losses, on_ranks
 from tests.training import test_saving
 from tests.training.test_saving import Line, names
 from ullage.core.errors import InputError, TrainingError
 from ullage.training import RaggedTrainerMixin, Trainer, TrainingArguments
-from ullage.training.saving.background import HostMemory, Snapshot
+from ullage.training.saving import background
+from ullage.training.saving.background import BackgroundSave, MemoryFolder
 from ullage.training.saving.damage import examine
 
 
@@ -40,19 +42,19 @@ def make(folder: Path, cls: type = Trainer, **options) -> Trainer:
 
 
 def test_what_is_written_later_is_what_was_there(tmp_path, monkeypatch):
-    """No byte of a save is written before training has changed the weights."""
+    """No byte of a save is moved to the disk before training has changed the weights."""
     make(tmp_path / "waited").train()
-    write, written = Snapshot.write, []
+    move, written = MemoryFolder.move, []
 
-    def late(self) -> None:
+    def late(self, *place) -> None:
         assert threading.current_thread() is not threading.main_thread()
         begun, until = trainer.state.global_step, time.monotonic() + 20
         while trainer.state.global_step == begun < 6 and time.monotonic() < until:
             time.sleep(0.002)
-        write(self)
+        move(self, *place)
         written.append((begun, trainer.state.global_step > begun))
 
-    monkeypatch.setattr(Snapshot, "write", late)
+    monkeypatch.setattr(MemoryFolder, "move", late)
     trainer = make(tmp_path / "async", async_save=True)
     trainer.train()
     assert written == [(2, True), (4, True), (6, False)]
@@ -70,14 +72,14 @@ def test_what_is_written_later_is_what_was_there(tmp_path, monkeypatch):
 
 
 def test_a_failure_ends_training_before_the_next_step_and_leaves_the_former_checkpoint(tmp_path, monkeypatch):
-    write = Snapshot.write
+    move = MemoryFolder.move
 
-    def full(self) -> None:
-        if any("checkpoint-4" in str(path) for path, _ in self._files):
+    def full(self, name, to) -> None:
+        if name == "checkpoint-4":
             raise OSError(28, "No space left on device")
-        write(self)
+        move(self, name, to)
 
-    monkeypatch.setattr(Snapshot, "write", full)
+    monkeypatch.setattr(MemoryFolder, "move", full)
     trainer = make(tmp_path, async_save=True, save_total_limit=1)
 
     class Wait(transformers.TrainerCallback):
@@ -89,7 +91,7 @@ def test_a_failure_ends_training_before_the_next_step_and_leaves_the_former_chec
         trainer.train()
     assert trainer.state.global_step == 4
     assert [name for name in names(tmp_path) if not name.startswith("_")] == ["checkpoint-2"]
-    monkeypatch.setattr(Snapshot, "write", write)
+    monkeypatch.setattr(MemoryFolder, "move", move)
     again = make(tmp_path, async_save=True, save_total_limit=1)
     again.train(resume_from_checkpoint=True)
     assert names(tmp_path) == ["checkpoint-6"]
@@ -115,8 +117,8 @@ def test_the_best_checkpoint_is_kept_and_loaded_as_ever(tmp_path):
 
 
 def test_an_error_in_training_waits_for_the_save_under_way(tmp_path, monkeypatch):
-    write = Snapshot.write
-    monkeypatch.setattr(Snapshot, "write", lambda self: (time.sleep(0.3), write(self))[1])
+    move = MemoryFolder.move
+    monkeypatch.setattr(MemoryFolder, "move", lambda self, *place: (time.sleep(0.3), move(self, *place))[1])
 
     class Broken(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -142,47 +144,39 @@ def test_who_cannot_save_so_is_refused(tmp_path):
     assert not (tmp_path / "checkpoint-2").exists()
 
 
-def test_a_snapshot_writes_the_bytes_that_a_save_writes(tmp_path):
-    from safetensors.torch import save_file
+def test_without_room_in_memory_a_save_waits_which_is_said_once(tmp_path, monkeypatch, caplog):
+    make(tmp_path / "waited").train()
+    for number, free in enumerate((0, 1 << 40)):
+        monkeypatch.setattr(background, "free_host_memory", lambda free=free: free)
+        threads, begin = [], BackgroundSave.begin
+        monkeypatch.setattr(
+            BackgroundSave,
+            "begin",
+            lambda self, end, begin=begin, threads=threads: (threads.append(end), begin(self, end)),
+        )
+        caplog.clear()
+        make(tmp_path / str(number), async_save=True).train()
+        monkeypatch.setattr(BackgroundSave, "begin", begin)
+        said = [record.getMessage() for record in caplog.records if "async_save: no room" in record.getMessage()]
+        assert len(threads) == (3 if free else 0)
+        assert len(said) == (0 if free else 1)
+        assert differing(tmp_path / "waited", tmp_path / str(number)) == []
 
-    torch.manual_seed(0)
-    base = torch.randn(64)
-    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
-    tensors = {str(dtype): torch.randn(3, 5).to(dtype) for dtype in dtypes} | {
-        "empty": torch.empty(0, 3), "one": torch.ones(1), "scalar": torch.tensor(2.0), "turned": base.view(8, 8).t(),
-    }  # fmt: skip
-    content = {**tensors, "shared": [base, base[3:9]], "step": 3, "text": "ä", "large": torch.zeros(1 << 20)}
-    flat = {name: tensor.contiguous() for name, tensor in tensors.items()}
 
-    def save(place: Path) -> None:
-        place.mkdir()
-        torch.save(content, place / "state.pt")
-        save_file(flat, place / "model.safetensors", {"format": "pt"})
-        torch.save(1, place / "removed.pt")
-        (place / "removed.pt").unlink()
-        (place / "text").write_text("at once")
-
-    save(tmp_path / "waited")
-    memory = HostMemory()
-    for number in range(2):
-        place = tmp_path / f"copied{number}"
-        snapshot = Snapshot(memory)
-        with snapshot.taking(place):
-            save(place)
-            torch.save(1, tmp_path / "elsewhere.pt")  # not of this checkpoint
-        held = memory.num_bytes
-        before = [(path, (tmp_path / "waited" / path.name).read_bytes()) for path in sorted(place.iterdir())]
-        assert (tmp_path / "elsewhere.pt").stat().st_size
-        assert not (place / "state.pt").stat().st_size
-        kept = base.clone()
-        base.zero_(), flat["one"].zero_()
-        snapshot.write()
-        base.copy_(kept), flat["one"].fill_(1)
-        assert [path for path, expected in before if path.read_bytes() != expected] == []
-        assert names(place) == ["model.safetensors", "state.pt", "text"]
-    assert memory.num_bytes == held  # the second snapshot took the memory of the first
-    assert torch.save.__module__ == "torch.serialization"
-    assert {"model.safetensors", "optimizer.pt"} < set(BYTES)
+def test_a_run_leaves_nothing_in_memory_and_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_MEMORY", tmp_path)
+    left, young = tmp_path / "ullage-save-left", tmp_path / "ullage-save-young"
+    for folder in (left, young):
+        folder.mkdir()
+        (folder / "lock").touch()
+    os.utime(left, (1, 1))
+    running = MemoryFolder()
+    os.utime(running.path, (1, 1))
+    make(tmp_path / "run", async_save=True).train()
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in tmp_path.glob("ullage-save-*")) == sorted([running.path.name, young.name])
+    running.close()
+    assert not running.path.exists()
 
 
 @pytest.mark.slow

@@ -1,50 +1,44 @@
-"""Saving without waiting: a checkpoint is copied to host memory, and written by a thread while training goes on.
+"""Saving without waiting: a checkpoint is written to memory, and moved to the disk by a thread while training goes on.
 
-The state is copied where a save that waits would write it (:class:`Snapshot`); a thread of each rank then writes the
-rank's files, and these threads do together what makes a checkpoint whole (:mod:`ullage.training.saving.staging`): sums,
-manifest, flush, rename, and rotation. They meet in a process group of their own, never in that of training, so no
-collective of theirs stands between those of a step. A thread, and no process: nearly all of the work (writing,
-summing, flushing) runs without the interpreter's lock, and a thread dies with its process.
+Where the host has a file system in memory (tmpfs, ``/dev/shm``) with room for what its ranks save, transformers' own
+writers write there; a thread of each rank then does what makes a checkpoint whole
+(:mod:`ullage.training.saving.staging`): files moved, sums, manifest, flush, rename, and rotation. The threads meet in a
+process group of their own, never in that of training, so no collective of theirs stands between those of a step. A
+thread, and no process: nearly all of the work runs without the interpreter's lock, and a thread dies with its process.
+Where there is no such room, the save waits, which is said once.
 
 At most one save is under way: the next one waits for it, and so do the end of training and any stop. A failure is told
-in the reduction before the next step and raised there on every rank.
-
-**Snapshots.** The writers of transformers, accelerate, peft and DeepSpeed all end in two calls: ``torch.save``, and the
-``serialize_file`` of safetensors. Within :meth:`Snapshot.taking` these copy instead of writing. An object is pickled at
-once, and the bytes of its storages are copied, which is 10 to 40 times faster than writing them; :meth:`Snapshot.write`
-then writes the same records by the same libraries, so the files are those of a save that waits, byte for byte. Small
-texts, and files of other kinds, are written at once, as ever.
-
-Source: ``_save`` and ``_open_zipfile_writer`` of torch 2.13 ``serialization.py``; ``save_file`` of safetensors 0.8
-``torch.py``. Where a version calls neither, its files are written at once.
+in the reduction before the next step and raised there on every rank. What a killed process leaves in memory is removed
+by the next run on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
+import shutil
+import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import safetensors.torch
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ullage.checkpoint.core.numbers import SAFETENSORS
+from ullage.checkpoint.conversion.journal import lock
+from ullage.core.display import size
 from ullage.core.errors import InputError
-from ullage.core.replacing import replaced
 from ullage.ranks import Axis
 from ullage.ranks.ending import before_the_end
 from ullage.ranks.groups import make_group
 from ullage.ranks.lost import is_of_collective
-from ullage.ranks.world import agreement, meeting_over, several_ranks
+from ullage.ranks.world import agreement, gather, is_first_of_machine, meeting_over, several_ranks
+from ullage.training.setup.device_memory import free_host_memory
 
 if TYPE_CHECKING:
     import transformers
@@ -52,140 +46,83 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: Seconds for a save under way where another rank is lost: it may wait for that one.
 _TO_SETTLE = 5.0
-#: torch's dtypes by the names in safetensors' headers. Packed ones, which have no name there, are not copied.
-_DTYPES = {name: getattr(torch, dtype) for dtype, name in SAFETENSORS.items()}
+#: The file system in memory, the beginning of the names of our folders there, and the file that a run has locked.
+_MEMORY, _PREFIX, _LOCK = Path("/dev/shm"), "ullage-save-", "lock"
+#: Seconds in which a folder may not be locked yet by the run that has made it.
+_YOUNG = 60.0
+#: Bytes beside tensors, and how much more than them is asked for.
+_BESIDE, _MARGIN = 16 << 20, 1.1
 
 #: Those whose thread may run, for the end of the process.
 _running: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 
 
-class HostMemory:
-    """Host memory that is kept for the next snapshot: fresh pages cost ten times as much as the copy into them."""
+class MemoryFolder:
+    """A folder in memory on each host, for the ranks of a run there. Collective."""
 
     def __init__(self) -> None:
-        self._copies: list[Tensor] = []
-        self._taken = 0
+        name = f"{_PREFIX}{gather(uuid.uuid4().hex)[0]}"
+        self.path = _MEMORY / name
+        self._lock: IO[Any] | None = None
+        self._said = False
+        if is_first_of_machine() and _MEMORY.is_dir():
+            for left in _MEMORY.glob(f"{_PREFIX}*"):
+                with contextlib.suppress(OSError), open(left / _LOCK, "a") as held:
+                    if time.time() - left.stat().st_mtime > _YOUNG:
+                        lock(held)  # by nobody: its process was killed
+                        shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.path.mkdir()
+                self._lock = open(self.path / _LOCK, "a")  # noqa: SIM115
+                lock(self._lock)
+        gather(None)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are held, taken or not."""
-        return sum(copy.numel() for copy in self._copies)
-
-    def copy_of(self, source: Tensor) -> Tensor:
-        """The bytes ``source`` [n], uint8 on the host, in memory that is held until :meth:`give_back`."""
-        # Saves of one run copy the same tensors in the same order, so copy number k has the size of last time's.
-        number, self._taken = self._taken, self._taken + 1
-        if number == len(self._copies) or self._copies[number].numel() != source.numel():
-            self._copies[number : number + 1] = [torch.empty(source.numel(), dtype=torch.uint8)]
-        return self._copies[number].copy_(source)
-
-    def give_back(self) -> None:
-        """All memory is free to be copied into again."""
-        self._taken = 0
-
-
-class Snapshot:
-    """Files as they are to be written.
-
-    Args:
-        memory: of the copies; taken until :meth:`write` has returned.
-    """
-
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
-        self._files: list[tuple[Path, Callable[[], None]]] = []
-
-    @contextlib.contextmanager
-    def taking(self, place: Path) -> Iterator[None]:
-        """Within it, what this thread saves below ``place`` by torch or safetensors is copied and not written.
-
-        An empty file stands for it; one that is removed meanwhile is not written later. Waits for the device.
-        """
-        below, thread = os.path.abspath(place) + os.sep, threading.get_ident()
-        serialization: Any = torch.serialization
-        library: Any = safetensors.torch
-        open_archive, serialize = serialization._open_zipfile_writer, library.serialize_file
-
-        def is_ours(path: Any) -> bool:
-            named = isinstance(path, (str, os.PathLike)) and threading.get_ident() == thread
-            return named and os.path.abspath(os.fspath(path)).startswith(below)
-
-        def archive(path: Any) -> Any:
-            return _Archive(self, Path(path), open_archive) if is_ours(path) else open_archive(path)
-
-        def tensors(flat: dict[str, Any], path: Any, metadata: Any = None) -> None:
-            copies = self._copied(flat) if is_ours(path) else None
-            if copies is None:
-                serialize(flat, path, metadata=metadata)
-                return
-            self.add(Path(path), lambda: safetensors.torch.save_file(copies, path, metadata))
-
-        with replaced(serialization, "_open_zipfile_writer", archive), replaced(library, "serialize_file", tensors):
-            yield
-
-    def add(self, path: Path, write: Callable[[], None]) -> None:
-        """Have ``write`` called later for the file ``path``."""
-        path.touch()
-        self._files.append((path, write))
-
-    def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A storage of the same bytes."""
-        view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # pyright: ignore
-        return self._memory.copy_of(view).untyped_storage()
-
-    def write(self) -> None:
-        """Write the files, in the order in which they were saved, and let go of the copies."""
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the ranks of every host can write as much as they say there, on every rank the same."""
+        wanted = gather((socket.gethostname(), num_bytes))
+        mine = sum(each for host, each in wanted if host == socket.gethostname())
         try:
-            for path, write in self._files:
-                if path.exists():
-                    write()
-        finally:
-            self.forget()
+            free = min(shutil.disk_usage(self.path).free, free_host_memory())
+        except OSError:
+            free = 0
+        lacking = [each for each in gather((mine, free)) if each[0] * _MARGIN + _BESIDE > each[1]]
+        if lacking and is_first_of_machine() and not self._said:
+            found, self._said = f"{size(lacking[0][1])} free, {size(lacking[0][0])} to save", True
+            _LOG.warning("async_save: no room in %s (%s), so training waits for this save", _MEMORY, found)
+        return not lacking
 
-    def forget(self) -> None:
-        """Let go of the copies, written or not."""
-        self._files.clear()
-        self._memory.give_back()
+    def move(self, name: str, to: Path) -> None:
+        """Move what the ranks of this host have written as ``name``; one of them does."""
+        if is_first_of_machine():
+            shutil.copytree(self.path / name, to, dirs_exist_ok=True)
+            self.forget(name)
 
-    def _copied(self, flat: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Copies of the tensors that safetensors' specifications point to; None where there is one of another kind."""
-        copies = {}
-        for name, spec in flat.items():
-            dtype = _DTYPES.get(getattr(spec, "dtype", ""))
-            if dtype is None:
-                return None
-            source = torch.empty(0, dtype=torch.uint8)
-            if spec.data_len:
-                source = torch.frombuffer(
-                    (ctypes.c_uint8 * spec.data_len).from_address(spec.data_ptr), dtype=torch.uint8
-                )
-            copies[name] = self._memory.copy_of(source).view(dtype).view(list(spec.shape))
-        return copies
+    def forget(self, name: str) -> None:
+        """Remove what was written as ``name``."""
+        if is_first_of_machine():
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.close()
 
 
-class _Archive:
-    """Stands for torch's writer of an archive: the records are kept for the snapshot."""
-
-    def __init__(self, snapshot: Snapshot, path: Path, open_archive: Callable[[str], Any]) -> None:
-        self._snapshot, self._path, self._open = snapshot, path, open_archive
-        self._records: list[tuple[str, Any, int]] = []
-
-    def __enter__(self) -> _Archive:
-        return self
-
-    def write_record(self, name: str, data: Any, size: int) -> None:
-        copied = self._snapshot.copy_of(data) if isinstance(data, torch.UntypedStorage) else data
-        self._records.append((name, copied, size))
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self._snapshot.add(self._path, self._write)
-
-    def _write(self) -> None:
-        with self._open(str(self._path)) as archive:
-            for name, data, size in self._records:
-                archive.write_record(name, data, size)
-        self._records.clear()
+def _bytes_to_save(trainer: transformers.Trainer) -> int:
+    """Bytes of the weights and of the optimizer's tensors on this rank: as much as it saves, or more."""
+    if not (trainer.args.should_save or trainer.is_deepspeed_enabled):
+        return 0
+    model: Any = trainer.model
+    optimizer: Any = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, and DeepSpeed's
+        optimizer = optimizer.optimizer
+    tensors = [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        tensors += [each for group in optimizer.param_groups for each in group["params"]]
+        tensors += [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    whole = (getattr(each, "ds_tensor", each) for each in tensors)
+    return sum(each.numel() * each.element_size() for each in whole)
 
 
 def saves_in_background(arguments: Any) -> bool:
@@ -203,7 +140,7 @@ class BackgroundSave:
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
-        self._memory = HostMemory()
+        self._memory: MemoryFolder | None = None
         self._axis: Axis | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -225,6 +162,7 @@ class BackgroundSave:
             # On the host, whatever training talks over: a group of NCCL would share the device's stream.
             group = make_group(range(dist.get_world_size()), name="savers")
             self._axis = Axis.from_group(group, "savers")
+        self._memory = MemoryFolder()
         self.is_on = True
         seconds = None
         try:
@@ -238,18 +176,19 @@ class BackgroundSave:
             if self.failure is not None:
                 _LOG.error("the checkpoint that was being written is not there: %s", self.failure)
                 self.failure = None
-            self._memory = HostMemory()  # a run that is over holds none
+            self._memory.close()
+            self._memory = None
 
-    def snapshot(self) -> Snapshot:
-        """A snapshot to copy a checkpoint into; the save before must be settled."""
-        self._memory.give_back()  # what an error has left of a copy, too
-        return Snapshot(self._memory)
+    def memory(self) -> MemoryFolder | None:
+        """Where the next checkpoint is to be written first; None where there is no room. The save before is settled.
 
-    def begin(self, snapshot: Snapshot, finish: Callable[[], None]) -> None:
-        """Finish in the background the save of which ``snapshot`` holds the files.
-
-        ``finish``: called in the thread, where it may meet the other ranks; writes what was copied.
+        Collective.
         """
+        memory = self._memory if self.is_on else None
+        return memory if memory is not None and memory.has_room(_bytes_to_save(self._trainer)) else None
+
+    def begin(self, finish: Callable[[], None]) -> None:
+        """Have ``finish`` called in the thread, where it may meet the other ranks."""
 
         def work() -> None:
             try:
@@ -257,7 +196,6 @@ class BackgroundSave:
                     finish()
             except BaseException as error:  # raised by the main thread, before its next step
                 self.failure = error
-                snapshot.forget()
 
         self._thread = threading.Thread(target=work, name="ullage saving", daemon=True)
         _running.add(self)

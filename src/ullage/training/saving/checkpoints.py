@@ -112,15 +112,14 @@ class WholeCheckpointMixin(_Base):
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
-        snapshot = None if background is None else background.snapshot()
+        memory = None if background is None else background.memory()
 
         def write(place: Path) -> None:
-            taking = contextlib.nullcontext() if snapshot is None else snapshot.taking(place)
             # Trainer writes to _get_output_dir()/checkpoint-N, which is `place` from here on. Its own rotation looks
             # into that folder too, and finds nothing to delete.
             # Without a best step Trainer looks for no best checkpoint under the staging folder, and waits for no
             # barrier that a rank which fails to write would never reach. Its path is set above, its step below.
-            with taking, replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
+            with replaced(self, "_staging", place.parent), replaced(self.state, "best_global_step", None):
                 try:
                     super(WholeCheckpointMixin, self)._save_checkpoint(model, trial)
                 except Exception as error:
@@ -136,20 +135,23 @@ class WholeCheckpointMixin(_Base):
 
         if rank_here() == 0:
             remove_unfinished(run_dir)
-        staged = stage_whole(final, write)
+        held = None if memory is None else memory.path / final.name
+        if memory is not None:
+            memory.forget(final.name)  # what a save that failed has left
+        staged = stage_whole(final, write if held is None else lambda _: write(held))
         best = self.state.best_model_checkpoint
 
         def finish() -> None:
-            if snapshot is not None:
+            if memory is not None:
                 with agreement("writing a checkpoint"), one_line(final):
-                    snapshot.write()
+                    memory.move(final.name, staged.staging / final.name)
             finish_whole(staged, _require_written)
             self._rotate(run_dir, self.args.save_total_limit, best, final)
 
-        if background is None or snapshot is None:
+        if background is None or memory is None:
             finish()
         else:
-            background.begin(snapshot, finish)
+            background.begin(finish)
         # An upload from the staging folder would race with the rename.
         if self._push_later is not None:
             self._push_later = None

@@ -91,7 +91,7 @@ class DeviceMemory:
             # What the allocator keeps without a tensor in it is free as well.
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         else:
-            free = _free_here() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            free = free_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.in_use() + int(free * (1 - _KEPT))
 
     def _give_back(self) -> None:
@@ -113,7 +113,7 @@ def _status(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def _free_here() -> int:
+def free_host_memory() -> int:
     """Bytes of memory free on this host, or in the container that this process runs in."""
     import psutil  # which accelerate brings
 
