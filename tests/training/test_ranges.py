@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import random
 import shutil
 import zlib
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support.checkpoints import convert_with_deepspeed
+from tests.support.checkpoints import convert_with_deepspeed, edit, model_states
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
-from tests.support.real_zero import Recipe
+from tests.support.real_zero import Recipe, write
 from ullage.checkpoint.core.manifest import files_in, joined_sums, sum_share, write_manifest
 from ullage.core.errors import InputError
 from ullage.training.deepspeed import load_checkpoint
+from ullage.training.deepspeed.content import read_content
 
 pytestmark = pytest.mark.distributed
 
@@ -133,3 +140,36 @@ def test_an_engine_that_cannot_be_filled_is_refused(zero: Any, engine: Any, foun
     made = SimpleNamespace(optimizer=SimpleNamespace(**zero), **{"mp_world_size": 1, **engine})
     with pytest.raises(InputError, match=found):
         load_checkpoint(made, "nowhere")
+
+
+class Own:
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def test_objects_of_the_files_are_plain_data_and_none_of_them_is_made(tmp_path: Path, monkeypatch) -> None:
+    """As a program would be run: the class would say so. What is plain comes as it was, an object is left out by name."""
+    written = write(tmp_path / "run", Recipe(stage=2, dp=2, groups=[{"w": (12, 5)}]))
+    state: dict[str, Any] = {
+        "arguments": Namespace(rate=0.5, kinds=["a", ("b", 2)], dtype=torch.bfloat16),
+        "random": (random.Random(3).getstate(), np.random.RandomState(3).get_state(), torch.get_rng_state()),
+        "numpy": [np.arange(6, dtype=np.int16).reshape(2, 3), np.float64(0.1)],
+        "shape": torch.Size([2, 3]), "none": None, "turned": torch.arange(6.0).reshape(2, 3).t(), "own": Own(),
+        "partial": functools.partial(Own),
+    }  # fmt: skip
+    edit(model_states(written.folder / written.recipe.tag), lambda content: content.update(state))
+    monkeypatch.setattr(Own, "__setstate__", lambda self, state: pytest.fail("made"), raising=False)
+    content = read_content(written.folder, manifest=False)
+    assert content.problems == []
+    assert set(content.objects) == {"turned", "own", "partial"}
+    assert content.objects["own"].endswith("Own")
+    found = pickle.loads(pickle.dumps(content.states))
+    assert found["arguments"] == state["arguments"]
+    assert found["random"][0] == state["random"][0]
+    assert all(np.array_equal(a, b) for a, b in zip(found["random"][1], state["random"][1]))
+    assert torch.equal(found["random"][2], state["random"][2])
+    assert np.array_equal(found["numpy"][0], state["numpy"][0])
+    assert (found["numpy"][1], found["shape"], found["none"]) == (0.1, torch.Size([2, 3]), None)
+    assert "module" not in found
+    assert [set(group) >= {"lr", "betas", "weight_decay"} for group in content.settings] == [True]
+    assert content.whole["loss_scaler"][0] == "LossScaler"

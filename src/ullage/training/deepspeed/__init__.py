@@ -25,8 +25,6 @@ raises on its owner, and the other ranks hang
 Source: ``deepspeed/runtime/engine.py``, ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``,
 ``checkpoint/universal_checkpoint.py``.
 
-Objects beside the tensors are unpickled, which can run code: load only checkpoints whose origin you trust.
-
 :func:`init_distributed` starts DeepSpeed's communication without the operator that it would compile first.
 """
 
@@ -104,8 +102,8 @@ def load_checkpoint(
     engine holds a part of the checkpoint. Raises ``InputError`` for an engine without ZeRO, with model parallelism, or
     with tensors on NVMe.
 
-    The first rank reads the descriptions of all files for all ranks. Hyperparameters and client state are unpickled
-    from two of the files on every rank, as by DeepSpeed.
+    The first rank reads the descriptions of all files for all ranks. No code of the files is run: client state is plain
+    data, tensors, arrays and namespaces, and an entry with an object of another class is left out with a warning.
     """
     loaded = load_ranges(engine, folder, tag, strict=strict, load_lr_scheduler_states=load_lr_scheduler_states)
     return loaded.path, loaded.client_state

@@ -2,9 +2,8 @@
 what of it goes where in an engine or a model; everything that does not fit is found before anything is read.
 
 The first rank reads the descriptions of all files and proves that the fragments tile every tensor; the others get the
-result, so that N ranks do not each open the files of M. Hyperparameters, loss scale, counters and schedule are objects
-of DeepSpeed's: every rank unpickles them from two of the files, which are mapped, so that of a file with all weights
-only the description is read. As by DeepSpeed's own loader, this can run code.
+result, so that N ranks do not each open the files of M. Hyperparameters, loss scale, counters and schedule come from
+the same descriptions, as plain data: unlike DeepSpeed's own loader, nothing that a file names is imported or called.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ import torch
 
 from ullage.checkpoint import Inventory, Tensor, read
 from ullage.checkpoint.core.manifest import around, misplaced
+from ullage.checkpoint.files.torchfile import TorchFile, read_bytes
+from ullage.checkpoint.files.unpickling import Inert, Named, Size, TensorRef
 from ullage.checkpoint.zero.states import Details, kept_by_group
 from ullage.core.errors import CheckpointError, UllageError
 from ullage.core.layout import Int64
@@ -49,10 +53,12 @@ class Content:
     Attributes:
         inventory: its tensors, without what only writers of formats need.
         steps: step and dtype of each parameter group, as they were saved.
-        settings: plain hyperparameters by group, where no file of DeepSpeed's holds them.
+        settings: hyperparameters by group; empty where nothing holds them.
         numbers: by group, state that is neither cut like the weights nor the step.
-        model_states: files of model states of data-parallel rank 0, by model rank.
-        optimizer_states: the file with the optimizer's hyperparameters and loss scale; None without one of DeepSpeed's.
+        path: the file of model states that is given to the engine, of data-parallel rank 0; None without one.
+        states: its entries that are plain data, beside tensors.
+        whole: what DeepSpeed's wrapper keeps, such as the class and state of the loss scale; empty without it.
+        objects: entries of the files that are no plain data, which are left out, and the class in each.
         left_out: state that the optimizer computes again.
         sums: by file, (0, bytes, CRC-32) of all of it, as the manifest lists it.
         stepped: of a universal checkpoint, the parameters that have a step of their own.
@@ -63,8 +69,10 @@ class Content:
     steps: dict[int, tuple[Any, str | None]] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    model_states: list[Path] = field(default_factory=list)
-    optimizer_states: Path | None = None
+    path: Path | None = None
+    states: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
     sums: dict[int, Int64] = field(default_factory=dict)
     stepped: frozenset[str] = frozenset()
@@ -139,21 +147,9 @@ def read_content(folder: Path, *, manifest: bool) -> Content:
     content.problems += [
         str(problem) for problem in (*inventory.problems(manifest=False), *inventory.optimizer_problems)
     ]
-    if inventory.format == "zero":
-        ranks = sorted((f.model_rank or 0, f.name) for f in inventory.files if f.kind == "model" and not f.dp_rank)
-        content.model_states = [where / name for _, name in ranks]
-        shard = details.shards[min(details.shards)].name if details.shards else None
-        content.optimizer_states = where / shard if shard else next(iter(content.model_states), None)
-    elif inventory.format == "universal":
-        names = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
-        content.model_states = next((found for name in names if (found := sorted(where.glob(name)))), [])
-        content.optimizer_states = where / "zero" / "optimizer_state.pt"
+    if inventory.format == "universal":
         content.stepped = frozenset(path.parent.name for path in where.glob("zero/*/step.pt"))
-    elif details is not None:
-        plain = (int, float, bool, str, tuple, type(None))
-        content.settings = [
-            {key: value for key, value in group.items() if isinstance(value, plain)} for group in details.param_groups
-        ]
+    _add_objects(content, Details.of(inventory))
     uncut = getattr(details, "uncut", {}).values()
     content.left_out = frozenset(key for each in uncut for key in each.left_out)
     content.problems += _missing_steps(content)
@@ -186,50 +182,95 @@ def _add_sums(content: Content) -> None:
         return
 
 
-@dataclass
-class Saved:
-    """What the files of DeepSpeed say of the optimizer.
-
-    Attributes:
-        groups: hyperparameters by parameter group; empty where nothing holds them.
-        whole: loss scale, clipping and version, for the engine's own loader; empty for formats without.
-    """
-
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, Any] = field(default_factory=dict)
+# The objects of the files as plain data: no class that a file names is imported, and nothing of it is called
 
 
-def read_saved(content: Content) -> Saved:
-    """The objects of the optimizer. Reads the description of one file."""
-    if content.optimizer_states is None:
-        return Saved(content.settings)
-    root = _load(content.optimizer_states)
-    inventory = content.inventory
-    saved = root  # universal
-    if inventory.format == "zero":
-        saved = root.get("optimizer" if inventory.written_by.stage == 0 else "optimizer_state_dict") or {}
-    inner = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-    groups = []  # as of an elastic checkpoint: a list by group, without hyperparameters
-    if isinstance(inner, dict):
-        groups = inner.get("param_groups") or saved.get("param_groups") or []
-    whole = {key: saved[key] for key in (*SCALE, "overflow", "clip_grad", "ds_version") if key in saved}
-    whole.setdefault("ds_version", root.get("ds_version"))
-    settings = [{key: value for key, value in group.items() if key not in _OWN} for group in groups]
-    return Saved(copy.deepcopy(settings), whole if inventory.written_by.stage != 0 else {})
+class _Object(Exception):
+    """An object of a class. Holds its name."""
+
+
+def _plain(value: Any, source: TorchFile | None) -> Any:
+    """A value of a file; tensors, arrays and namespaces are made anew. Raises :class:`_Object` for any other object."""
+    if isinstance(value, dict):
+        made = ((key, _plain(each, source)) for key, each in value.items())
+        return OrderedDict(made) if isinstance(value, OrderedDict) else dict(made)
+    if isinstance(value, Size):
+        return torch.Size(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(_plain(each, source) for each in value)
+    if isinstance(value, TensorRef) and value.contiguous and source is not None:
+        data = bytearray(read_bytes(source, value))
+        dtype = getattr(torch, value.dtype)
+        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value.shape)
+    if isinstance(value, Named):
+        return getattr(torch, value.name)
+    if isinstance(value, Inert):
+        return _made_anew(value, source)
+    if isinstance(value, TensorRef) or callable(value):
+        raise _Object("a tensor that is not contiguous" if isinstance(value, TensorRef) else str(value))
+    return value
+
+
+def _made_anew(value: Inert, source: TorchFile | None) -> Any:
+    """What a stand-in stands for, where that is plain data."""
+    name, args = f"{value.module}.{value.name}", value.args
+    if name in ("argparse.Namespace", "types.SimpleNamespace"):
+        return (Namespace if value.name == "Namespace" else SimpleNamespace)(**_plain(value.state or {}, source))
+    if value.module.startswith("numpy") and value.name == "dtype":
+        order = value.state[1] if isinstance(value.state, tuple) else "="
+        return np.dtype(args[0]).newbyteorder(order)
+    if value.module.endswith("multiarray") and value.name == "scalar" and len(args) == 2:
+        return np.frombuffer(args[1], _plain(args[0], source))[0]
+    if value.module.endswith("multiarray") and value.name == "_reconstruct" and isinstance(value.state, tuple):
+        _, shape, dtype, is_fortran, data = value.state
+        if isinstance(data, bytes):
+            found = np.frombuffer(data, _plain(dtype, source)).copy()
+            return found.reshape(shape, order="F" if is_fortran else "C")
+    raise _Object(name)
+
+
+def _add_objects(content: Content, details: Details) -> None:
+    """Add hyperparameters, loss scale and model states to ``content``."""
+    first = next((shard.source for shard in details.shards.values()), None)
+    source = details.settings_file or first
+    if any(set(group) - {*_OWN, "step"} for group in details.param_groups):
+        content.settings = [
+            _entries({key: value for key, value in group.items() if key not in _OWN}, source, content)
+            for group in details.param_groups
+        ]
+    is_scaled = content.inventory.format in ("zero", "universal") and content.inventory.written_by.stage != 0
+    if source is not None and is_scaled:
+        scaler = details.wrapper.get("loss_scaler")
+        content.whole = _entries({k: v for k, v in details.wrapper.items() if k != "loss_scaler"}, source, content)
+        if isinstance(scaler, Inert) and isinstance(scaler.state, dict):
+            content.whole["loss_scaler"] = scaler.name, _entries(scaler.state, source, content)
+    lead = details.lead
+    if lead is not None:
+        content.path = content.inventory.folder / lead.name
+        content.states = _entries({k: v for k, v in lead.root.items() if k not in _TENSORS}, lead.source, content)
+
+
+def _entries(held: dict[Any, Any], source: TorchFile | None, content: Content) -> dict[Any, Any]:
+    """The entries that are plain data; the names of others are noted with their class."""
+    found = {}
+    for key, value in held.items():
+        try:
+            found[key] = _plain(value, source)
+        except (_Object, TypeError, ValueError, AttributeError) as error:  # or a stand-in of another state than it says
+            content.objects[str(key)] = str(error)
+    return found
 
 
 class ModelStates:
     """The model states without the tensors that are read by ranges, given to the engine as its reader of files."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        root = {key: value for key, value in _load(path).items() if key not in _TENSORS}
-        # Copied, because a mapped tensor would change with its file.
-        self._root = {**copy.deepcopy(root), "module": {}, "mp_world_size": 1}
+    def __init__(self, content: Content) -> None:
+        self._root = {**content.states, "module": {}, "mp_world_size": 1}
 
     def load(self, path: Any, map_location: Any = None) -> dict[str, Any]:
         """The states, whatever file is asked for."""
-        return dict(self._root)
+        return copy.deepcopy(self._root)
 
 
 # What of it goes where
@@ -388,7 +429,3 @@ def universal_at(folder: str | Path, tag: str | None = None) -> Path:
 def _step_of(tag: str) -> int | None:
     found = re.search(r"step_?(\d+)", tag)
     return int(found[1]) if found else None
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

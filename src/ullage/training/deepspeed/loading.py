@@ -17,6 +17,7 @@ of it, and is not where they needed a part of it only: the weights of a module t
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,9 +45,7 @@ from ullage.training.deepspeed.content import (
     ModelStates,
     RangePlan,
     Read,
-    Saved,
     make_plan,
-    read_saved,
     shared_content,
 )
 from ullage.training.deepspeed.engine import (
@@ -109,13 +108,14 @@ def load_ranges(
     require_engine(engine)
     zero, world = engine.optimizer, Axis.world()
     content = shared_content(folder, tag, manifest=manifest)
-    here, plan, saved, states = EngineTensors([], [], set()), RangePlan(), Saved(), None
+    here, plan = EngineTensors([], [], set()), RangePlan()
     with together(world, "reading the checkpoint's descriptions"):
         here = tensors_of(engine)
         plan = make_plan(here, content, strict)
-        if not plan.problems:
-            saved = read_saved(content)
-            states = ModelStates(content.model_states[0]) if content.model_states else None
+        scheduled = load_lr_scheduler_states and engine.lr_scheduler is not None
+        if scheduled and "lr_scheduler" in content.objects:
+            said = f"the schedule holds an object of {content.objects['lr_scheduler']}, which is not loaded"
+            plan.problems.append(f"{said}: set load_lr_scheduler_states=False")
     what = "universal checkpoint" if content.inventory.format == "universal" else "checkpoint"
     _require_fit(plan, content, f"the {what} does not fit this engine")
     if is_stage3(zero):
@@ -126,9 +126,9 @@ def load_ranges(
             reader.fill_others(plan)
         compared = reader.compare()
     with together(world, "setting the state of the engine"):
-        _set_settings(zero.optimizer, plan, saved)
-        _set_scale(zero, saved)
-        path, client_state = _set_counters(engine, content, states, load_lr_scheduler_states)
+        _set_settings(zero.optimizer, plan, content.settings)
+        _set_scale(zero, content.whole)
+        path, client_state = _set_counters(engine, content, load_lr_scheduler_states)
     _make_weights(zero, here.masters)
     return Loaded(path, client_state, plan.num_bytes, reader.num_bytes, compared)
 
@@ -218,7 +218,12 @@ def _require_fit(plan: RangePlan, content: Content, what: str) -> None:
     found = list(dict.fromkeys(problem for problems in gathered for problem in problems))
     if found:
         raise CheckpointError(what, where=str(content.inventory.folder), found=listed(found, 5, "; "))
-    if plan.begins and Axis.world().rank == 0:
+    if Axis.world().rank:
+        return
+    if content.objects:
+        said = [f"{name} ({kind})" for name, kind in content.objects.items()]
+        _LOG.warning("%s: objects are not loaded, and left out: %s", content.inventory.folder, listed(said, 5, ", "))
+    if plan.begins:
         said = "%s: the optimizer had not stepped these parameters, whose state starts from nothing: %s"
         _LOG.warning(said, content.inventory.folder, listed(plan.begins, 5, ", "))
 
@@ -384,37 +389,42 @@ def _named_for(made: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) 
     return {_BITSANDBYTES.get(key, key): value for key, value in made.items()}
 
 
-def _set_settings(optimizer: Any, plan: RangePlan, saved: Saved) -> None:
+def _set_settings(optimizer: Any, plan: RangePlan, settings: list[dict[str, Any]]) -> None:
     """Give each parameter group the hyperparameters that it was saved with."""
     for number, group in enumerate(optimizer.param_groups):
         # A group of which no parameter is trained keeps its number.
         source = plan.groups.get(number, number)
-        if source is not None and source < len(saved.groups):
+        if source is not None and source < len(settings):
             # DeepSpeed finds the ranks of a group of experts by its name, which tells the size of expert parallelism.
             own = {"name": group["name"]} if group.get("moe") else {}
-            group.update({**saved.groups[source], **own})
+            group.update({**copy.deepcopy(settings[source]), **own})
 
 
-def _set_scale(zero: Any, saved: Saved) -> None:
+def _set_scale(zero: Any, whole: dict[str, Any]) -> None:
     """Set loss scale and clipping by the engine's own loader, the scale only where both runs scale in the same way."""
     import deepspeed
 
-    whole = dict(saved.whole)
     if not whole:
         return
+    whole = {**whole, "ds_version": deepspeed.__version__}
     # A scale that adapts itself, saved by a run in fp16, has no place in one in bf16, nor the other way round.
-    if type(whole.get("loss_scaler")) is not type(getattr(zero, "loss_scaler", None)):
+    kind, state = whole.get("loss_scaler") or ("", {})
+    own = getattr(zero, "loss_scaler", None)
+    if type(own).__name__ == kind:
+        whole["loss_scaler"] = copy.copy(own)
+        vars(whole["loss_scaler"]).update(state)
+    else:
         whole = {key: value for key, value in whole.items() if key not in SCALE}
-    whole["ds_version"] = whole.get("ds_version") or deepspeed.__version__
     if is_stage3(zero):
         zero._load_global_state_stage3(whole)
     else:
         zero._load_global_state(whole)
 
 
-def _set_counters(engine: Any, content: Content, states: ModelStates | None, schedule: bool) -> tuple[str, Any]:
+def _set_counters(engine: Any, content: Content, schedule: bool) -> tuple[str, Any]:
     """Counters, schedule and client state, by the engine's own reader of model states."""
-    if states is None:
+    path = content.path
+    if path is None:
         steps = [int(step) for step in content.inventory.steps.values() if step is not None]
         engine.global_steps = max(steps, default=engine.global_steps)
         engine.global_samples = engine.global_steps * engine.train_batch_size()
@@ -422,11 +432,9 @@ def _set_counters(engine: Any, content: Content, states: ModelStates | None, sch
     with contextlib.ExitStack() as around:
         # With a universal checkpoint asked for, the engine leaves the weights alone.
         around.enter_context(replaced(engine._config, "load_universal_checkpoint", True))
-        around.enter_context(replaced(engine, "_get_all_ckpt_names", lambda *_: [str(states.path)]))
-        around.enter_context(replaced(engine, "checkpoint_engine", states))
-        return engine._load_checkpoint(
-            str(states.path.parent.parent), states.path.parent.name, load_lr_scheduler_states=schedule
-        )
+        around.enter_context(replaced(engine, "_get_all_ckpt_names", lambda *_: [str(path)]))
+        around.enter_context(replaced(engine, "checkpoint_engine", ModelStates(content)))
+        return engine._load_checkpoint(str(path.parent.parent), path.parent.name, load_lr_scheduler_states=schedule)
 
 
 def _make_weights(zero: Any, masters: list[MasterWeights]) -> None:
