@@ -63,7 +63,7 @@ _MAX_SETTING_BYTES = 16 << 20
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _ENTRIES = ("TensorStorageMetadata", "BytesStorageMetadata")
 #: Entries of ``.metadata`` beside those of the items.
-CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
+_CONSTANTS = {"storage_meta": None, "version": "1.0.0"}
 
 
 #: The item that lists the names of buffers.
@@ -87,14 +87,10 @@ class ItemWriter:
         self._payloads: list[Payload] = []
         self._texts: list[tuple[int, bytes]] = []
 
-    def add(self, path: tuple[Any, ...], value: Any) -> Instance:
-        """One item: a :class:`TensorCopy`, a constant tensor, or any other value. Returns where it lies."""
-        where = self._lay(value)
-        self.book(path, value, where)
-        return where
-
-    def _lay(self, value: Any) -> Instance:
-        """The place of an item, laid after all others."""
+    def add(self, paths: list[tuple[Any, ...]], value: Any) -> None:
+        """One item under its paths, of which tied names have several: a :class:`TensorCopy`, a constant tensor, or any
+        other value.
+        """
         if isinstance(value, TensorCopy):
             kind = (value.tensor.shape, value.dtype)
             if kind not in self._laid_out:
@@ -102,20 +98,20 @@ class ItemWriter:
             made = archive_like(self._laid_out[kind], "", value, self._at)
         else:
             made = archive("", value, base=self._at, limit=_MAX_SETTING_BYTES)
-        where = storage_of(self._name(), self._at, made.num_bytes)
+        said = {"relative_path": self._name(), "offset": self._at, "length": made.num_bytes}
+        where, shape = Instance(_FILES, "_StorageInfo", said), _shape_of(value)
+        zeros = None if shape is None else _zeros(len(shape))
+        for path in paths:
+            flat = ".".join(map(str, path))
+            self.paths[flat], self.entries[flat] = path, _entry_of(value)
+            # ``index`` is the number of the chunk: a hint for torch, which compares name and offset only.
+            said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
+            self.storage.append((Instance(_METADATA, "MetadataIndex", said), where))
         self._payloads += made.payloads
         self._texts += made.texts
         self._at += made.num_bytes
         if self._at >= MAX_FILE_BYTES:
             self.close()
-        return where
-
-    def book(self, path: tuple[Any, ...], value: Any, where: Instance) -> None:
-        """Enter an item into ``.metadata``."""
-        flat = ".".join(map(str, path))
-        self.paths[flat] = path
-        self.entries[flat] = entry_of(value)
-        self.storage.append((index_of(flat, value), where))
 
     def _name(self) -> str:
         # torch names files by rank and number: ours are those of as many ranks, one file each.
@@ -130,7 +126,7 @@ class ItemWriter:
     def metadata(self) -> Target:
         """The file ``.metadata`` for all items added."""
         content = {"state_dict_metadata": self.entries, "planner_data": self.paths, "storage_data": dict(self.storage)}
-        content |= CONSTANTS
+        content |= _CONSTANTS
         return text_file(".metadata", pickled(Instance(_METADATA, "Metadata", content)))
 
 
@@ -138,37 +134,13 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
     return getattr(value.tensor if isinstance(value, TensorCopy) else value, "shape", None)
 
 
-def index_of(flat: str, value: Any) -> Instance:
-    """The key under which ``.metadata`` lists the place of an item of one chunk."""
-    shape = _shape_of(value)
-    # ``index`` is the number of the chunk: a hint for torch, which compares name and offset only.
-    zeros = None if shape is None else _zeros(len(shape))
-    said = {"fqn": flat, "offset": zeros, "index": None if shape is None else 0}
-    return Instance(_METADATA, "MetadataIndex", said)
-
-
-def storage_of(file: str, offset: int, length: int) -> Instance:
-    """A place as ``.metadata`` writes it."""
-    return Instance(_FILES, "_StorageInfo", {"relative_path": file, "offset": offset, "length": length})
-
-
-def entry_of(value: Any) -> Instance:
+def _entry_of(value: Any) -> Instance:
     """The entry of an item in ``.metadata``, as torch writes it: a tensor in one chunk, or bytes."""
     shape = _shape_of(value)
     if shape is None:
         return Instance(_METADATA, "BytesStorageMetadata", {})
-    return _tensor_entry(value.dtype, shape, [(_zeros(len(shape)), shape)])
-
-
-def _tensor_entry(
-    dtype: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> Instance:
-    """The entry of a tensor of these chunks, each (first index, shape)."""
-    listed = [
-        Instance(_METADATA, "ChunkStorageMetadata", {"offsets": Size(offsets), "sizes": Size(sizes)})
-        for offsets, sizes in chunks
-    ]
-    content = {"properties": _properties(dtype), "size": Size(shape), "chunks": listed}
+    chunk = Instance(_METADATA, "ChunkStorageMetadata", {"offsets": _zeros(len(shape)), "sizes": Size(shape)})
+    content = {"properties": _properties(value.dtype), "size": Size(shape), "chunks": [chunk]}
     return Instance(_METADATA, "TensorStorageMetadata", content)
 
 
@@ -191,10 +163,9 @@ def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bo
     for alias, owner in inventory.aliases.items():
         tied.setdefault(owner, []).append(alias)
     for path, value in items(inventory, dtype=dtype, optimizer=optimizer):
-        where = writer.add(path, value)
         # A tied name is an entry of its own whose place is the owner's: the bytes are written once.
-        for alias in tied.get(path[1], ()) if path[0] == "model" else ():
-            writer.book(("model", alias), value, where)
+        aliases = tied.get(path[1], ()) if path[0] == "model" else ()
+        writer.add([path, *(("model", alias) for alias in aliases)], value)
     writer.close()
     return [*writer.targets, writer.metadata()]
 
@@ -239,8 +210,6 @@ class Place:
     length: int
     #: of a tensor's chunk: its first index along each dim
     offsets: tuple[int, ...]
-    #: what ``.metadata`` says: of which item this is the place, and the place
-    said: tuple[Any, Any] = (None, None)
 
     def open(self, folder: Path) -> TorchFile:
         """Read the description in the archive. Raises ``CheckpointError``."""
@@ -268,7 +237,7 @@ def read_metadata(folder: Path) -> tuple[Inert, dict[str, Inert], dict[str, list
             raise metadata.malformed("relative_path", where, "a file of the folder", file)
         offset, length = (metadata.integer(info.get(k), k, where) for k in ("offset", "length"))
         offsets = tuple(metadata.integers(index.get("offset"), "offset", where))
-        places.setdefault(name, []).append(Place(file, offset, length, offsets, (index, info)))
+        places.setdefault(name, []).append(Place(file, offset, length, offsets))
     return root, entries, places
 
 
@@ -325,16 +294,37 @@ class Chunk:
     alone: Tensor
 
 
-class ItemReading:
-    """A folder while it is read, item by item; ``problems`` gets what is wrong with them."""
+class _DcpReading:
+    """A folder of names as ``get_state_dict`` gives them.
+
+    ``problems`` gets what is wrong; ``weights``: name -> flat name; ``states``: flat name -> (parameter, key);
+    ``left_out``: state that is not read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.root, self.entries, self.places = read_metadata(folder)
+        root, self.entries, self.places = read_metadata(folder)
         hold_descriptions((folder / p.file, p.offset, p.length) for each in self.places.values() for p in each)
         self.problems: list[Problem] = []
         self._files: dict[str, int] = {}
         self._records: dict[int, list[Int64]] = {}
+        self.tensors: list[Tensor] = []
+        self.weights: dict[str, str] = {}
+        self.states: dict[str, tuple[str, str]] = {}
+        self.left_out: list[Problem] = []
+        self.notes: list[str] = []
+        self._setting_of: dict[str, tuple[int, str]] = {}
+        self._sort(_paths(root, self.entries))
+        #: by group: numbers of the state beside the step
+        self.numbers: dict[int, dict[str, Any]] = {}
+        self._steps: dict[str, tuple[Any, str | None]] = {}
+        self.settings = self._settings()
+        name = ".".join(BUFFERS)
+        self.buffers = self.value(name, lambda source: metadata.names(source.root, name, str(folder)))
+        names = [group.get("params") for group in self.settings]
+        self.group_of = {
+            name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
+        }
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -377,33 +367,6 @@ class ItemReading:
             with collect_problems(self.problems, place.file, parameter=flat):
                 return read(place.open(self.folder))
         return None
-
-
-class _DcpReading(ItemReading):
-    """A folder of names as ``get_state_dict`` gives them.
-
-    ``weights``: name -> flat name; ``states``: flat name -> (parameter, key). ``left_out``: state that is not read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.tensors: list[Tensor] = []
-        self.weights: dict[str, str] = {}
-        self.states: dict[str, tuple[str, str]] = {}
-        self.left_out: list[Problem] = []
-        self.notes: list[str] = []
-        self._setting_of: dict[str, tuple[int, str]] = {}
-        self._sort(_paths(self.root, self.entries))
-        #: by group: numbers of the state beside the step
-        self.numbers: dict[int, dict[str, Any]] = {}
-        self._steps: dict[str, tuple[Any, str | None]] = {}
-        self.settings = self._settings()
-        name = ".".join(BUFFERS)
-        self.buffers = self.value(name, lambda source: metadata.names(source.root, name, str(folder)))
-        names = [group.get("params") for group in self.settings]
-        self.group_of = {
-            name: index for index, listed in enumerate(names) if isinstance(listed, list) for name in listed
-        }
 
     def _sort(self, paths: dict[str, tuple[Any, ...]]) -> None:
         """What each item is, by its path; what is neither weight nor state of a named parameter is left out."""

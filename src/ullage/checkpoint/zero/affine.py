@@ -5,8 +5,9 @@ of elements that lie at (offset, strides) of the whole and at (offset, strides) 
 tensors. ``locations`` are the ranks that hold the same block. The map needs no category of layout, so it also describes
 what no list of patterns can, such as a fused projection of which a part is cut and the rest is on every rank.
 
-A piece here becomes bands of columns, or, where it is no such band, runs of elements. Blocks on several ranks are read
-from the first, and every other choice of rank is a second tensor that a conversion compares with the first.
+Where the patterns, or the usual order, say the same, their bands are read, by whole rows; else the runs of the map, one
+by one. Blocks on several ranks are read from the first, and every other choice of rank is a second tensor that a
+conversion compares with the first.
 Source: ``deepspeed/checkpoint/affine.py`` of DeepSpeed 0.19.8 (encoding 1).
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ullage.checkpoint.core.inventory import Band, Fragments, Merge, Slice
+from ullage.checkpoint.core.inventory import Fragments, Merge, Slice
 from ullage.checkpoint.files import metadata
 from ullage.core.errors import CheckpointError
 from ullage.core.layout import Int64
@@ -61,27 +63,6 @@ class Piece:
             starts[1] += along * self.slice[1][axis]
         return np.column_stack([starts[0].reshape(-1), starts[1].reshape(-1), np.full(starts[0].size, length)])
 
-    def rows(self, outer: int, size: int, width: int) -> tuple[int, int, int] | None:
-        """(begin, at, width) of the piece as one band of ``outer`` rows; None where it is no band.
-
-        Args:
-            outer: number of rows of the whole.
-            size: elements per row of the whole.
-            width: elements per row of the slice.
-        """
-        at, begin = self.whole[0], self.slice[0]
-        if len(self.shape) == 1 and self.whole[1] == self.slice[1] == (1,):
-            # Contiguous in both: it is a band of whole rows, or all of a row where there is only one.
-            held = self.shape[0] // outer
-            fits = self.shape[0] % outer == 0 and (outer == 1 or held == size == width)
-        elif len(self.shape) == 2 and self.shape[0] == outer and self.whole[1] == (size, 1):
-            held, fits = self.shape[1], self.slice[1] == (width, 1)
-        elif len(self.shape) == 1 and self.shape[0] == outer and (self.whole[1], self.slice[1]) == ((size,), (width,)):
-            held, fits = 1, True
-        else:
-            return None
-        return (begin, at, held) if fits and at + held <= size and begin + held <= width else None
-
 
 @dataclass(frozen=True)
 class AffineMap:
@@ -115,20 +96,6 @@ class AffineMap:
             if rank == piece.locations[choice % len(piece.locations)]
         ]
 
-    def bands(self, choice: int) -> Merge | None:
-        """The bands of columns that the pieces are; None where they are none, or need several dims."""
-        numel, held = math.prod(self.shape), self.chosen(choice)
-        # Rows of the whole are as many as the cut leaves: the number that some piece has, or one.
-        for outer in sorted({1, *(p.shape[0] for _, p in held if p.shape)}):
-            if not outer or numel % outer or any(math.prod(s) % outer for s in self.slices.values()):
-                continue
-            size = numel // outer
-            rows = [p.rows(outer, size, math.prod(self.slices[r]) // outer) for r, p in held]
-            if all(row is not None for row in rows):
-                bands = [Band(r, *row) for (r, _), row in zip(held, rows) if row is not None and row[2]]
-                return Merge("columns", outer, size, 1, tuple(sorted(bands, key=lambda b: (b.at, b.slice))))
-        return None
-
     def fragments(self, slices: list[Slice], choice: int, item_bytes: int) -> Fragments:
         """The fragments of the whole, run by run, from those of ``slices``."""
         parts: list[Fragments] = []
@@ -150,14 +117,9 @@ class Joint(NamedTuple):
 
 
 def place_by_map(
-    name: str,
-    given: AffineMap,
-    slices: list[Slice],
-    stated: Joint | None,
-    usual: Callable[[], Joint],
-    choice: int = 0,
+    name: str, given: AffineMap, slices: list[Slice], stated: Joint | None, usual: Callable[[], Joint]
 ) -> Joint | None:
-    """The placement that a map describes; None where its pieces are no bands of columns.
+    """The placement of a map, where the patterns or the usual order say the same, or all ranks hold the same.
 
     Args:
         name: of the parameter, for errors.
@@ -165,29 +127,34 @@ def place_by_map(
         slices: those of tensor-parallel ranks 0, 1, ...
         stated: what the lists of patterns say of this parameter; None where they say nothing.
         usual: what is done where nothing is said.
-        choice: of ranks that hold the same piece.
 
-    Raises ``CheckpointError`` where the map does not fit the slices, or says otherwise than the patterns.
+    None where the map alone says it. Raises ``CheckpointError`` where the map does not fit the slices, or says
+    otherwise than the patterns.
     """
     sizes = [math.prod(s.shape) for s in slices]
     described = [math.prod(given.slices[r]) if r in given.slices else -1 for r in range(len(slices))]
     if described != sizes or len(given.slices) != len(slices):
         raise CheckpointError("affine_map describes other slices", where=name, expected=described, found=sizes)
-    merge = Merge("replicated") if given.is_replicated else given.bands(choice)
+    same = stated
+    if stated is None:
+        with suppress(CheckpointError):
+            same = usual()
+    if same is not None and _is_same(given, same, slices):
+        merge = Merge("replicated") if given.is_replicated else same.merge
+        return Joint(given.shape, merge, same.extra)
     if stated is not None:
-        _require_same(name, given, stated, slices)
-        return merge and Joint(given.shape, merge, stated.extra)
-    # Loaders that know no map go by ``cat_dim``, which is right where the map says what is usual.
-    try:
-        extra = usual().extra
-        _require_same(name, given, usual(), slices)
-    except CheckpointError:
-        extra = {}
-    return merge and Joint(given.shape, merge, extra)
+        kind = "replicated" if given.is_replicated else "columns"
+        raise CheckpointError(
+            "affine_map and the patterns of universal_checkpoint_info contradict each other",
+            where=name,
+            expected=f"{stated.merge.kind}, {list(stated.shape)}, as the patterns say",
+            found=f"{kind}, {list(given.shape)}",
+        )
+    return Joint(given.shape, Merge("replicated"), {}) if given.is_replicated else None
 
 
-def _require_same(name: str, given: AffineMap, stated: Joint, slices: list[Slice]) -> None:
-    """Raise ``CheckpointError`` where the patterns place elements elsewhere than the map does."""
+def _is_same(given: AffineMap, stated: Joint, slices: list[Slice]) -> bool:
+    """Whether the patterns place every element where the map does."""
     kind = "replicated" if given.is_replicated else "columns"
     same = math.prod(stated.shape) == math.prod(given.shape)
     if len(slices) > 1 or stated.merge.kind == "columns":
@@ -195,13 +162,7 @@ def _require_same(name: str, given: AffineMap, stated: Joint, slices: list[Slice
     if same and stated.merge.kind == "columns":
         mine = np.concatenate([_with_rank(rank, piece.runs()) for rank, piece in given.chosen(0)] or [_NO_RUNS])
         same = np.array_equal(_joined_runs(mine), _joined_runs(_runs_of(stated.merge, slices)))
-    if not same:
-        raise CheckpointError(
-            "affine_map and the patterns of universal_checkpoint_info contradict each other",
-            where=name,
-            expected=f"{stated.merge.kind}, {list(stated.shape)}, as the patterns say",
-            found=f"{kind}, {list(given.shape)}",
-        )
+    return same
 
 
 def _with_rank(rank: int, runs: Int64) -> Int64:

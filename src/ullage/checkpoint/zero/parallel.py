@@ -185,15 +185,15 @@ def join(name: str, slices: list[Slice], patterns: Patterns, item_bytes: int) ->
         return _flat(name, slices, _by_patterns(name, slices, patterns), patterns, item_bytes)
     # The map is followed; where patterns speak of the parameter as well, both must say the same.
     stated = _by_patterns(name, slices, patterns) if patterns.states(name) else None
+    place = place_by_map(name, given, slices, stated, lambda: _by_patterns(name, slices, patterns))
+    if place is not None and (given.is_replicated or given.num_holders == 1):
+        return _flat(name, slices, place, patterns, item_bytes)
     made: list[Joined] = []
-    for choice in range(1 if given.is_replicated else given.num_holders):
-        place = place_by_map(name, given, slices, stated, lambda: _by_patterns(name, slices, patterns), choice)
-        whole = slices
-        if place is None:  # no bands: run by run
-            found = given.fragments(slices, choice, item_bytes)
-            whole = [_whole(slices, given.shape, found)]
-            place = Joint(given.shape, Merge(), stated.extra if stated else {})
-        made.append(_flat(name, whole, place, patterns, item_bytes))
+    for choice in range(given.num_holders):
+        whole = _whole(slices, given.shape, given.fragments(slices, choice, item_bytes))
+        made.append(
+            _flat(name, [whole], Joint(given.shape, Merge(), place.extra if place else {}), patterns, item_bytes)
+        )
     return replace(made[0], others=tuple((other.slices, other.merge) for other in made[1:]))
 
 
