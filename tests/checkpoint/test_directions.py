@@ -75,7 +75,7 @@ def origin(tmp_path_factory):
 
 
 def test_every_format_is_in_the_matrix():
-    assert get_args(Format) == FORMATS
+    assert get_args(Format) == tuple(FORMATS)
     assert set(KINDS) == set(FORMATS)
 
 

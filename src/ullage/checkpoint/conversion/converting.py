@@ -171,13 +171,13 @@ def _report(inventory: Inventory, targets: list[Target], target: Path, format: s
         num_tensors=len(carried),
         num_files=len(targets),
         num_bytes=sum(t.num_bytes for t in targets),
-        notes=[*inventory.notes, *formats.notes(inventory, format, targets)],
+        notes=[*inventory.notes, *formats.FORMATS[format].notes(inventory, targets)],
     )
 
 
 def _point(target: Path, format: str) -> None:
     """Write the target's name into the file beside it by which loaders of the format find it, if they do."""
-    pointer = formats.POINTERS.get(format)
+    pointer = formats.FORMATS[format].pointer
     if pointer is None:
         return
     try:

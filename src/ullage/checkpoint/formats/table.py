@@ -1,47 +1,74 @@
-"""The formats of a checkpoint: which function reads each, and which lays out the files of each.
+"""The formats of a checkpoint, each in one place: its reader; what lays out its files, and what that takes and notes.
 
-To add a format, name its reader in ``_READERS``, and what lays out its files in ``_WRITERS``;
-``docs/layout.md`` has the other places that a format to be written needs.
+To add a format, write ``formats/NAME.py``, and add its reader to ``_READERS`` and its row to ``FORMATS``; ``locate``
+tells it from others by its files, and ``cli/convert.py`` lists its name.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.paths import checkpoint_path, let_go, list_anew, name_store_errors
 from ullage.checkpoint.core.problem import Problem
 from ullage.checkpoint.files.archive import Target
-from ullage.checkpoint.formats import model_states, trainer_folder, universal
-from ullage.checkpoint.formats.dcp import dcp_targets, read_dcp
-from ullage.checkpoint.formats.entries import known_buffers
+from ullage.checkpoint.formats import dcp, safetensors, trainer_folder, universal, zero_shards
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import checkpoints_of, locate_checkpoint
-from ullage.checkpoint.formats.safetensors import read_safetensors, safetensors_targets
-from ullage.checkpoint.formats.trainer_folder import read_trainer, trainer_targets
-from ullage.checkpoint.formats.universal import read_universal, universal_targets
-from ullage.checkpoint.formats.zero_shards import notes_on_rounded, read_zero, zero_targets
+from ullage.checkpoint.formats.model_states import global_step
 from ullage.checkpoint.zero.states import WEIGHTS_ONLY
 from ullage.core.errors import CheckpointError, InputError
 
 _READERS = {
-    "zero": read_zero,
-    "universal": read_universal,
-    "safetensors": read_safetensors,
-    "dcp": read_dcp,
-    "trainer": read_trainer,
+    "zero": zero_shards.read_zero,
+    "universal": universal.read_universal,
+    "safetensors": safetensors.read_safetensors,
+    "dcp": dcp.read_dcp,
+    "trainer": trainer_folder.read_trainer,
 }
-#: What lays out the files of the formats that take a dtype, and may leave the optimizer's state out.
-_WRITERS = {"safetensors": safetensors_targets, "dcp": dcp_targets}
-#: The formats that are shards of a number of ranks, and their ZeRO stage.
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-#: The formats that a checkpoint can be converted to.
-FORMATS = ("universal", *_WRITERS, "trainer", *STAGES)
-#: Files beside the target by which DeepSpeed finds it.
-POINTERS = {"universal": "latest_universal", **dict.fromkeys(STAGES, "latest")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that a checkpoint can be converted to.
+
+    Attributes:
+        write: lays out the files of an inventory; where the format ``casts``, given ``dtype`` and ``optimizer``, and of
+            shards ``stage`` and ``ranks`` too.
+        optimizer: whether the optimizer's state is written: always, by default, or where it is asked for.
+        casts: whether weights may be cast.
+        stage: of ZeRO, for shards of a number of ranks.
+        pointer: the file beside the target by which DeepSpeed finds it.
+        notes: what the source lacks, or the target leaves out or rounds, of an inventory and the files.
+    """
+
+    write: Callable[..., list[Target]]
+    optimizer: Literal["always", "default", "asked"] = "default"
+    casts: bool = True
+    stage: int | None = None
+    pointer: str | None = None
+    notes: Callable[[Inventory, list[Target]], list[str]] = lambda inventory, targets: []
+
+
+def _shards(stage: int) -> Format:
+    notes = partial(zero_shards.notes_on_shards, stage)
+    return Format(zero_shards.zero_targets, stage=stage, pointer="latest", notes=notes)
+
+
+FORMATS: dict[str, Format] = {
+    "universal": Format(
+        universal.universal_targets, "always", False, pointer="latest_universal", notes=universal.notes_for_engines
+    ),
+    "safetensors": Format(safetensors.safetensors_targets, "asked"),
+    "dcp": Format(dcp.dcp_targets),
+    "trainer": Format(trainer_folder.trainer_targets, "always", False, notes=trainer_folder.notes_for_trainer),
+    **{f"zero{stage}": _shards(stage) for stage in (1, 2, 3)},
+}
 
 
 def read(folder: str | Path, *, storage_options: dict[str, Any] | None = None) -> Inventory:
@@ -92,21 +119,20 @@ def targets(
 def _targets(
     inventory: Inventory, format: str, dtype: str | None, optimizer: bool | None, ranks: int | None
 ) -> list[Target]:
-    carried = carries_optimizer(format, optimizer)
+    this, carried = FORMATS[format], carries_optimizer(format, optimizer)
     if carried:
         require_none(inventory, list(inventory.optimizer_problems))
-        if format in POINTERS:
+        if this.pointer:
             _require_whole_states(inventory)
-    if format in STAGES:
-        return zero_targets(inventory, stage=STAGES[format], ranks=ranks, dtype=dtype, optimizer=carried)
-    if format in _WRITERS:
-        return _WRITERS[format](inventory, dtype=dtype, optimizer=carried)
+    if this.casts:
+        shards = {} if this.stage is None else {"stage": this.stage, "ranks": ranks}
+        return this.write(inventory, dtype=dtype, optimizer=carried, **shards)
     article = "a universal" if format == "universal" else "a Trainer's"
     if optimizer is False:
         raise InputError(f"{article} checkpoint always has the optimizer's state", hint="leave optimizer out")
     if dtype is not None:
         raise InputError(f"{article} checkpoint keeps its dtypes", found=f"dtype {dtype}", hint="leave dtype out")
-    return universal_targets(inventory) if format == "universal" else trainer_targets(inventory)
+    return this.write(inventory)
 
 
 def _require_whole_states(inventory: Inventory) -> None:
@@ -125,43 +151,26 @@ def _require_whole_states(inventory: Inventory) -> None:
 
 def shards_folder(inventory: Inventory, target: Path, format: str) -> Path:
     """The folder of the files: of ZeRO shards one named by the step, in ``target`` if that is not named so itself."""
-    if format not in STAGES or re.fullmatch(r"global_step\d+", target.name):
+    if FORMATS[format].stage is None or re.fullmatch(r"global_step\d+", target.name):
         return target
-    return target / f"global_step{model_states.global_step(inventory)}"
-
-
-def notes(inventory: Inventory, format: str, targets: list[Target]) -> list[str]:
-    """Facts about a conversion that hinder nothing: what the source lacks, or the target leaves out or rounds.
-
-    ``targets``: the files that the conversion writes.
-    """
-    if format in STAGES:
-        said = [*model_states.notes_on_schedule(inventory), *notes_on_rounded(targets)]
-        trained = {tensor.name for tensor in inventory.tensors if tensor.kind == "parameter" and tensor.key != "fp32"}
-        is_told = inventory.groups or trained.issuperset(inventory.parameters) or known_buffers(inventory) is not None
-        if STAGES[format] == 3 and not is_told:
-            said.append("nothing says which tensors are buffers: those of floats are taken for parameters")
-        return said
-    if format == "trainer":
-        return trainer_folder.notes_for_trainer(inventory)
-    return universal.notes_for_engines(inventory) if format == "universal" else []
+    return target / f"global_step{global_step(inventory)}"
 
 
 def require_format(format: str, ranks: int | None = None) -> None:
     """Raise ``InputError`` for a format that nothing can be converted to, or that is not of a number of ranks."""
     if format not in FORMATS:
         raise InputError("unknown format", expected=" or ".join(FORMATS), found=format)
-    if ranks is not None and format not in STAGES:
+    if ranks is not None and FORMATS[format].stage is None:
         raise InputError(
             f"{format} is for any number of ranks",
             found=f"ranks {ranks}",
-            hint=f"shards are --to {' or '.join(STAGES)}",
+            hint=f"shards are --to {' or '.join(name for name, each in FORMATS.items() if each.stage)}",
         )
 
 
 def carries_optimizer(format: str, optimizer: bool | None) -> bool:
     """Whether a conversion carries the optimizer's state: by default not to safetensors."""
-    return bool(optimizer) if format == "safetensors" else optimizer is not False
+    return bool(optimizer) if FORMATS[format].optimizer == "asked" else optimizer is not False
 
 
 def require_none(inventory: Inventory, problems: list[Problem]) -> None:

@@ -68,7 +68,7 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
     return targets + companions(inventory)
 
 
-def notes_for_trainer(inventory: Inventory) -> list[str]:
+def notes_for_trainer(inventory: Inventory, targets: list[Target]) -> list[str]:
     """Notes on what transformers' Trainer asks for and the source does not have."""
     found = []
     if schedule_of(inventory) is None:

@@ -134,7 +134,7 @@ def _optimizer_file(details: Details) -> Target:
     return archive_again("zero/optimizer_state.pt", content, shard)
 
 
-def notes_for_engines(inventory: Inventory) -> list[str]:
+def notes_for_engines(inventory: Inventory, targets: list[Target]) -> list[str]:
     """What the source lacks; of shards, one note per file of model states with entries that are left out."""
     if not _has_shards(inventory):
         return model_states.notes_on_schedule(inventory)

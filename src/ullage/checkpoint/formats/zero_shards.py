@@ -39,7 +39,14 @@ from ullage.checkpoint.files.pickling import Instance, TensorCopy
 from ullage.checkpoint.files.torchfile import RefusedFile
 from ullage.checkpoint.files.unpickling import TensorRef
 from ullage.checkpoint.formats import model_states
-from ullage.checkpoint.formats.entries import OptimizerGroup, archive_again, number, optimizer_groups, states_by_name
+from ullage.checkpoint.formats.entries import (
+    OptimizerGroup,
+    archive_again,
+    known_buffers,
+    number,
+    optimizer_groups,
+    states_by_name,
+)
 from ullage.checkpoint.formats.model_states import ModelParts
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, unnamed
 from ullage.checkpoint.zero import modules
@@ -183,7 +190,17 @@ def zero_targets(
     return found + [_archive(inventory, name, writer.model(rank)) for rank, name in enumerate(names)]
 
 
-def notes_on_rounded(targets: list[Target]) -> list[str]:
+def notes_on_shards(stage: int, inventory: Inventory, targets: list[Target]) -> list[str]:
+    """What the source of shards lacks, and what is rounded in them."""
+    said = [*model_states.notes_on_schedule(inventory), *_notes_on_rounded(targets)]
+    trained = {tensor.name for tensor in inventory.tensors if tensor.kind == "parameter" and tensor.key != "fp32"}
+    is_told = inventory.groups or trained.issuperset(inventory.parameters) or known_buffers(inventory) is not None
+    if stage == 3 and not is_told:
+        said.append("nothing says which tensors are buffers: those of floats are taken for parameters")
+    return said
+
+
+def _notes_on_rounded(targets: list[Target]) -> list[str]:
     """A note where tensors of float64 are rounded: as masters of weights, in a group or module of another dtype."""
     found: dict[str, str] = {}
     for target in targets:
