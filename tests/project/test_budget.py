@@ -14,7 +14,7 @@ ROOMS = ROOT / "src" / "ullage"
 BUDGET = {
     "": 100,
     "attention": 3150,
-    "checkpoint": 11650,
+    "checkpoint": 11100,
     "cli": 2150,
     "core": 2850,
     "datasets": 2250,
