@@ -1,7 +1,7 @@
 """Conversions of every kind of checkpoint to each format and back: the digest of every file.
 
-Left out is what names the run and not the checkpoint: in ``ullage.json`` the ``source``, a path, and the ``mark``,
-which tells sources by the times of their files.
+Left out is what names the run and not the checkpoint: in ``ullage.json`` the ``source``, a path, the ``mark``, which
+tells sources by the times of their files, and the ``plan``, a digest of the files that are compared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[str, str]:
         data = path.read_bytes()
         if path.name == "ullage.json":
             held = json.loads(data)
-            data = json.dumps({key: held[key] for key in sorted(held.keys() - {"source", "mark"})}).encode()
+            data = json.dumps({key: held[key] for key in sorted(held.keys() - {"source", "mark", "plan"})}).encode()
         found[str(path.relative_to(folder))] = digest(data)[:8]
     return found
 
