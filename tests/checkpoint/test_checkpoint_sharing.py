@@ -93,6 +93,8 @@ def test_a_journal_is_believed_up_to_a_tear_and_after_a_restart_of_the_machine_t
     else:
         lines = [json.loads(line) for line in journal.read_text().splitlines()]
         small = [line for line in lines if "boot" in line]
+        assert small
+        assert len(small) < len(lines) - 1
         journal.write_text(
             "".join(json.dumps(line | {"boot": "another"} if line in small else line) + "\n" for line in lines)
         )

@@ -108,6 +108,20 @@ def test_tensors_that_the_source_does_not_have_are_told(converted, tmp_path):
     assert told(inventory, tmp_path / "st") == ["in the target, not in the source (parameter stale)"]
 
 
+@pytest.mark.parametrize(
+    "change", [{"format": ["dcp"]}, {"format": "gguf"}, {"dtype": 3}, {"ranks": "two"}, {"plan": 1}]
+)
+def test_options_that_were_changed_are_not_followed(converted, tmp_path, change):
+    """The target is then compared as another tool's, or with the plan where the source is named."""
+    inventory, folder = converted
+    target = shutil.copytree(folder / "safetensors", tmp_path / "st")
+    said = json.loads((target / "ullage.json").read_text())
+    (target / "ullage.json").write_text(json.dumps(said | change))
+    assert told(inventory, target) == []
+    flip(target / "model.safetensors", -3)
+    assert told(inventory, target) != []
+
+
 def test_a_target_that_was_cast_is_equal_to_its_source(converted, tmp_path):
     inventory, _ = converted
     for format in ("safetensors", "dcp"):

@@ -308,11 +308,11 @@ def copy_files(
             worker = local.worker = _Worker(inventory, targets, partial)
             with lock:
                 made.append(worker)
-        line, sums = worker.run(unit)
+        line, parts = worker.run(unit)
         with lock:
             each.line.join(line)
-            for number, *part in sums:
-                each.sums.setdefault(number, []).append((part[0], part[1], part[2]))
+            for number, begin, crc, length in parts:
+                each.sums.setdefault(number, []).append((begin, crc, length))
             size, (count, before) = _num_bytes(targets, unit), each.done
             each.done = count + 1, before + size
         if count + 1 == len(each.units):

@@ -27,8 +27,8 @@ from ullage.checkpoint.files.archive import Target
 from ullage.checkpoint.files.torchfile import as_checkpoint_error
 from ullage.checkpoint.formats.hub_names import hub_named
 from ullage.checkpoint.formats.locate import COMPLETE
-from ullage.checkpoint.formats.table import read, targets
-from ullage.core.errors import CheckpointError
+from ullage.checkpoint.formats.table import FORMATS, read, targets
+from ullage.core.errors import CheckpointError, InputError
 
 #: Names that loaders look for end so.
 _LOADED = (".pt", ".safetensors", ".distcp")
@@ -66,7 +66,7 @@ def verify(
         return problems
     try:
         plan = _plan(ours, theirs)
-    except CheckpointError as error:  # the source cannot be converted to this
+    except (CheckpointError, InputError) as error:  # the source cannot be converted to this
         return getattr(error, "problems", None) or [Problem.of_error(error, error.where)]
     if plan is None:
         problems, pairs = _by_tensor(hub_named(ours, theirs.format), theirs)
@@ -86,11 +86,14 @@ def _plan(ours: Inventory, theirs: Inventory) -> list[Target] | None:
         found, source, ranks = said["plan"], said["source"], said.get("ranks")
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    known = isinstance(format, str) and isinstance(dtype, str | None) and isinstance(ranks, int | None)
+    if not known or format not in FORMATS:  # changed, or of another version
+        return None
     # Made of another folder: it may be a copy of this one, or another form of it, which has other files.
     is_source = source == where_is(ours.folder)
     try:
         plan = targets(ours, format, dtype=dtype, optimizer=optimizer, ranks=ranks)
-    except CheckpointError:
+    except (CheckpointError, InputError):
         if is_source:
             raise
         return None
