@@ -91,7 +91,7 @@ def test_a_journal_is_believed_up_to_a_tear_and_after_a_restart_of_the_machine_t
     if damage == "torn":
         journal.write_bytes(journal.read_bytes()[:-20])
     else:
-        head, *lines = [line for line in map(json.loads, filter(None, journal.read_text().splitlines()))]
+        head, *lines = map(json.loads, filter(None, journal.read_text().splitlines()))
         small = [line for line in lines if "boot" in line]
         assert small
         changed = [head, *(line | {"boot": "another"} if line in small else line for line in lines)]
