@@ -184,6 +184,36 @@ def test_deepspeeds_own_universal_checkpoint_is_not_missed_what_only_we_write(co
     assert told(inventory, target) != []
 
 
+def test_what_another_tool_made_is_compared_by_tensors_and_steps(converted, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    inventory, folder = converted
+
+    def said(change, which="model.safetensors"):
+        target = shutil.copytree(folder / "safetensors", tmp_path / "st")
+        (target / "ullage.json").unlink()
+        with safe_open(target / which, "pt") as opened:
+            header = opened.metadata()
+        tensors = load_file(target / which)
+        change(tensors, header)
+        save_file(tensors, target / which, header)
+        found = told(inventory, target)
+        shutil.rmtree(target)
+        return found
+
+    def step(tensors, header):
+        header["steps"] = json.dumps({key: value + 1 for key, value in json.loads(header["steps"]).items()})
+
+    assert said(lambda tensors, header: None) == []
+    (shape,) = said(lambda tensors, _: tensors.update(base=tensors["base"].view(5, 6)))
+    assert shape.startswith("weight has another shape (parameter base): expected [6, 5], found [5, 6]")
+    (dtype,) = said(lambda tensors, _: tensors.update(base=tensors["base"].to(torch.int64)))
+    assert dtype.startswith("weight has another dtype (parameter base): expected float32, found int64")
+    (step,) = said(step, "optimizer/optimizer.safetensors")
+    assert step.startswith("the optimizer is at another step: expected ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_random_damage_is_refused_or_harmless(tmp_path, stage):
