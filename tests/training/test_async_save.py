@@ -52,6 +52,7 @@ def test_what_is_written_later_is_what_was_there(tmp_path, monkeypatch):
         while trainer.state.global_step == begun < 6 and time.monotonic() < until:
             time.sleep(0.002)
         move(self, *place)
+        assert [path.name for path in self.path.iterdir()] == ["lock"]  # its memory is free again
         written.append((begun, trainer.state.global_step > begun))
 
     monkeypatch.setattr(MemoryFolder, "move", late)

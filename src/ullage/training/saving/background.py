@@ -95,11 +95,6 @@ class MemoryFolder:
         """Move what the ranks of this host have written as ``name``; one of them does."""
         if is_first_of_machine():
             shutil.copytree(self.path / name, to, dirs_exist_ok=True)
-            self.forget(name)
-
-    def forget(self, name: str) -> None:
-        """Remove what was written as ``name``."""
-        if is_first_of_machine():
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def close(self) -> None:

@@ -136,8 +136,6 @@ class WholeCheckpointMixin(_Base):
         if rank_here() == 0:
             remove_unfinished(run_dir)
         held = None if memory is None else memory.path / final.name
-        if memory is not None:
-            memory.forget(final.name)  # what a save that failed has left
         staged = stage_whole(final, write if held is None else lambda _: write(held))
         best = self.state.best_model_checkpoint
 
