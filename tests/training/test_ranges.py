@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import random
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.checkpoints import convert_with_deepspeed, edit, model_states
+from tests.support.checkpoints import convert_with_deepspeed, edit, model_states, shard
 from tests.support.ranges_worker import load_everywhere, try_damaged, write_sources
 from tests.support.real_zero import Recipe, write
 from ullage.checkpoint.core.manifest import files_in, joined_sums, sum_share, write_manifest
 from ullage.core.errors import InputError
 from ullage.training.deepspeed import load_checkpoint
 from ullage.training.deepspeed.content import read_content
+from ullage.training.deepspeed.loading import _set_scale
 
 pytestmark = pytest.mark.distributed
 
@@ -173,3 +175,31 @@ def test_objects_of_the_files_are_plain_data_and_none_of_them_is_made(tmp_path: 
     assert "module" not in found
     assert [set(group) >= {"lr", "betas", "weight_decay"} for group in content.settings] == [True]
     assert content.whole["loss_scaler"][0] == "LossScaler"
+
+
+def test_the_loss_scale_goes_on_where_both_runs_scale_in_one_way(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    written = write(tmp_path / "run", Recipe(stage=2, dp=2, groups=[{"w": (12, 5)}]))
+    scaler = DynamicLossScaler(2.0**20, 100, 1.0, 2, False)
+    scaler.cur_iter, scaler.cur_scale = 7, 2.0**18
+    for rank in range(2):
+        edit(
+            shard(written.folder / written.recipe.tag, rank),
+            lambda content: content["optimizer_state_dict"].update(loss_scaler=scaler, dynamic_loss_scale=True),
+        )
+    content = read_content(written.folder, manifest=False)
+    for own in (copy.copy(scaler), LossScaler(4.0)):
+        vars(own).update(cur_iter=0)
+        told: dict[str, Any] = {}
+        zero = SimpleNamespace(loss_scaler=own, _load_global_state=told.update)
+        _set_scale(zero, content.whole)
+        if isinstance(own, DynamicLossScaler):
+            assert vars(told["loss_scaler"]) == vars(scaler)
+            assert told["dynamic_loss_scale"] is True
+            assert own.cur_iter == 0  # the engine's own is not changed before its loader takes the other
+        else:
+            assert "loss_scaler" not in told
+            assert "dynamic_loss_scale" not in told
+        assert told["ds_version"]
+        assert "overflow" in told
