@@ -15,7 +15,7 @@ from tests.support.checkpoints import assert_is_the_truth
 from tests.support.real_zero import Recipe
 from ullage import checkpoint
 from ullage.checkpoint.conversion.copying import split
-from ullage.checkpoint.conversion.journal import Journal
+from ullage.checkpoint.conversion.journal import Journal, _boot
 from ullage.core.errors import InputError
 
 pytestmark = pytest.mark.distributed
@@ -101,6 +101,18 @@ def test_a_journal_is_believed_up_to_a_tear_and_after_a_restart_of_the_machine_t
         assert large > 0
     report = checkpoint.convert(written.folder, tmp_path / "out")
     assert damage == "torn" or report.bytes_resumed == large
+    assert_is_the_truth(tmp_path / "out", written)
+
+
+def test_a_journal_of_another_version_is_not_followed(written, tmp_path):
+    folder = tmp_path / "out.partial" / ".journal"
+    folder.mkdir(parents=True)
+    (folder.parent / "mine").write_text("")
+    lines = [{"mark": "of another version"}, {"boot": _boot()}, {"unit": 0, "crc": 5}, {"synced": True}]
+    (folder / "0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = checkpoint.convert(written.folder, tmp_path / "out")
+    assert report.notes[0] == "a partial of another source or other options was removed"
+    assert not (tmp_path / "out" / "mine").exists()
     assert_is_the_truth(tmp_path / "out", written)
 
 

@@ -152,7 +152,9 @@ def _believed(lines: list[str], mark: str, boot: str) -> dict[int, Line] | None:
         except ValueError:  # empty, or half written
             continue
         if "mark" in line:
-            is_same = line["mark"] == mark
+            if line["mark"] != mark:
+                return None
+            is_same = True
         elif "boot" not in line or (boot and line["boot"] == boot):
             runs = np.array(line["runs"], np.int64).reshape(-1, 4)
             done[line["files"]] = Line(runs, [(a, b, c) for a, b, c in line["not_finite"]])
