@@ -112,8 +112,8 @@ class TrainingArguments(transformers.TrainingArguments):
     async_save: bool = field(
         default=False,
         metadata={
-            "help": "Save checkpoints without waiting: the state is copied to host memory, and a thread writes it "
-            "while training goes on, whole or not at all as ever. One more copy of what is saved is held."
+            "help": "Save checkpoints without waiting: they are written to memory (/dev/shm), and a thread moves them "
+            "to the disk while training goes on, whole or not at all as ever. Without room there, saves wait."
         },
     )
     empty_step: str = field(
