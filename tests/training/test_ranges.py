@@ -159,13 +159,19 @@ def test_objects_of_the_files_are_plain_data_and_none_of_them_is_made(tmp_path: 
         "shape": torch.Size([2, 3]), "none": None, "turned": torch.arange(6.0).reshape(2, 3).t(), "own": Own(),
         "partial": functools.partial(Own),
     }  # fmt: skip
+    endless: list[Any] = [0]
+    for _ in range(60):
+        endless = [endless, endless]
+    state["doubled"], state["itself"] = endless, []
+    state["itself"].append(state["itself"])
     edit(model_states(written.folder / written.recipe.tag), lambda content: content.update(state))
     monkeypatch.setattr(Own, "__setstate__", lambda self, state: pytest.fail("made"), raising=False)
     content = read_content(written.folder, manifest=False)
     assert content.problems == []
-    assert set(content.objects) == {"turned", "own", "partial"}
+    assert set(content.objects) == {"turned", "own", "partial", "itself"}
     assert content.objects["own"].endswith("Own")
     found = pickle.loads(pickle.dumps(content.states))
+    assert found["doubled"][0] is found["doubled"][1]
     assert found["arguments"] == state["arguments"]
     assert found["random"][0] == state["random"][0]
     assert all(np.array_equal(a, b) for a, b in zip(found["random"][1], state["random"][1]))

@@ -189,45 +189,58 @@ class _Object(Exception):
     """An object of a class. Holds its name."""
 
 
-def _plain(value: Any, source: TorchFile | None) -> Any:
-    """A value of a file; tensors, arrays and namespaces are made anew. Raises :class:`_Object` for any other object."""
-    if isinstance(value, dict):
-        made = ((key, _plain(each, source)) for key, each in value.items())
-        return OrderedDict(made) if isinstance(value, OrderedDict) else dict(made)
-    if isinstance(value, Size):
-        return torch.Size(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
-        return kind(_plain(each, source) for each in value)
-    if isinstance(value, TensorRef) and value.contiguous and source is not None:
-        data = bytearray(read_bytes(source, value))
-        dtype = getattr(torch, value.dtype)
-        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value.shape)
-    if isinstance(value, Named):
-        return getattr(torch, value.name)
-    if isinstance(value, Inert):
-        return _made_anew(value, source)
-    if isinstance(value, TensorRef) or callable(value):
-        raise _Object("a tensor that is not contiguous" if isinstance(value, TensorRef) else str(value))
-    return value
+class _Plain:
+    """The values of a file, in which tensors, arrays and namespaces are made anew. ``source``: None without tensors."""
 
+    def __init__(self, source: TorchFile | None) -> None:
+        self._source = source
+        #: what was made of each object, by its identity: a small file may name one often, and nest that
+        self._made: dict[int, Any] = {}
 
-def _made_anew(value: Inert, source: TorchFile | None) -> Any:
-    """What a stand-in stands for, where that is plain data."""
-    name, args = f"{value.module}.{value.name}", value.args
-    if name in ("argparse.Namespace", "types.SimpleNamespace"):
-        return (Namespace if value.name == "Namespace" else SimpleNamespace)(**_plain(value.state or {}, source))
-    if value.module.startswith("numpy") and value.name == "dtype":
-        order = value.state[1] if isinstance(value.state, tuple) else "="
-        return np.dtype(args[0]).newbyteorder(order)
-    if value.module.endswith("multiarray") and value.name == "scalar" and len(args) == 2:
-        return np.frombuffer(args[1], _plain(args[0], source))[0]
-    if value.module.endswith("multiarray") and value.name == "_reconstruct" and isinstance(value.state, tuple):
-        _, shape, dtype, is_fortran, data = value.state
-        if isinstance(data, bytes):
-            found = np.frombuffer(data, _plain(dtype, source)).copy()
-            return found.reshape(shape, order="F" if is_fortran else "C")
-    raise _Object(name)
+    def of(self, value: Any) -> Any:
+        """The value. Raises :class:`_Object` for an object of another class."""
+        if id(value) not in self._made:
+            self._made[id(value)] = self._new(value)
+        return self._made[id(value)]
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            made = ((key, self.of(each)) for key, each in value.items())
+            return OrderedDict(made) if isinstance(value, OrderedDict) else dict(made)
+        if isinstance(value, Size):
+            return torch.Size(value)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+            return kind(self.of(each) for each in value)
+        if isinstance(value, TensorRef) and value.contiguous and self._source is not None:
+            data = bytearray(read_bytes(self._source, value))
+            dtype = getattr(torch, value.dtype)
+            return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value.shape)
+        if isinstance(value, Named):
+            return getattr(torch, value.name)
+        if isinstance(value, Inert):
+            return self._stood_for(value)
+        if isinstance(value, TensorRef) or callable(value):
+            raise _Object("a tensor that is not contiguous" if isinstance(value, TensorRef) else str(value))
+        return value
+
+    def _stood_for(self, value: Inert) -> Any:
+        """What a stand-in stands for, where that is plain data."""
+        name, args = f"{value.module}.{value.name}", value.args
+        if name in ("argparse.Namespace", "types.SimpleNamespace"):
+            return (Namespace if value.name == "Namespace" else SimpleNamespace)(
+                **(self.of(value.state) if value.state else {})
+            )
+        if value.module.startswith("numpy") and value.name == "dtype":
+            return np.dtype(args[0]).newbyteorder(value.state[1] if isinstance(value.state, tuple) else "=")
+        if value.module.endswith("multiarray") and value.name == "scalar" and len(args) == 2:
+            return np.frombuffer(args[1], self.of(args[0]))[0]
+        if value.module.endswith("multiarray") and value.name == "_reconstruct" and isinstance(value.state, tuple):
+            _, shape, dtype, is_fortran, data = value.state
+            if isinstance(data, bytes):
+                found = np.frombuffer(data, self.of(dtype)).copy()
+                return found.reshape(shape, order="F" if is_fortran else "C")
+        raise _Object(name)
 
 
 def _add_objects(content: Content, details: Details) -> None:
@@ -253,11 +266,13 @@ def _add_objects(content: Content, details: Details) -> None:
 
 def _entries(held: dict[Any, Any], source: TorchFile | None, content: Content) -> dict[Any, Any]:
     """The entries that are plain data; the names of others are noted with their class."""
-    found = {}
+    found, plain = {}, _Plain(source)
     for key, value in held.items():
         try:
-            found[key] = _plain(value, source)
-        except (_Object, TypeError, ValueError, AttributeError) as error:  # or a stand-in of another state than it says
+            found[key] = plain.of(value)
+        except CheckpointError:
+            raise
+        except Exception as error:  # no plain data, or a stand-in whose state is another than its class says
             content.objects[str(key)] = str(error)
     return found
 
