@@ -92,18 +92,20 @@ def split(targets: list[Target]) -> list[Files]:
     """The files of ``targets`` in the order of the work, that of the targets; the same for the same targets."""
     made: list[Files] = []
     together: list[SideBySide] = []
+    held = 0  # bytes of those
 
     def close() -> None:
+        nonlocal held
         if together:
-            first, last = together[0].target, together[-1].target + 1
-            size = sum(part.end for part in together)
-            made.append(Files(len(made), first, last, size, [tuple(together)]))
+            made.append(Files(len(made), together[0].target, together[-1].target + 1, held, [tuple(together)]))
             together.clear()
+            held = 0
 
     for index, target in enumerate(targets):
         if target.num_bytes <= SMALL_BYTES:
             together.append(SideBySide(index, 0, len(target.payloads), 0, target.num_bytes))
-            if len(together) >= _FILES_TOGETHER or sum(part.end for part in together) >= UNIT_BYTES // 4:
+            held += target.num_bytes
+            if len(together) >= _FILES_TOGETHER or held >= UNIT_BYTES // 4:
                 close()
             continue
         close()
