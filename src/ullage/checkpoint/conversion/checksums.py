@@ -42,13 +42,13 @@ def compare_runs(
     spare: int | None = None,
     hint: str = "copy the file again from where it was saved",
 ) -> int:
-    """Compare the sums of records, or of blocks, with what was read of them; returns how many were compared.
+    """Compare the sums of records, or of whole files, with what was read of them; returns how many were compared.
 
     Args:
         sources: the open files, of which the bytes between the runs (padding, other tensors) are read.
         inventory: of the checkpoint.
         runs: [n, 4] file, offset, bytes and crc of all that was read.
-        tables: by file, [m, 3] offset, bytes and crc of each record; of each block.
+        tables: by file, [m, 3] offset, bytes and crc of each record; of each file that a manifest lists.
         part: which share of them is compared here.
         parts: number of shares.
         spare: bytes that may be read besides, and whoever needs more is left out; None for all that are needed.
@@ -77,7 +77,7 @@ def compare_runs(
 
 
 def _units(tables: Sequence[Mapping[int, Int64]], runs: Int64) -> Iterator[tuple[int, int, int, int, Int64]]:
-    """(file, offset, bytes, crc, the runs in it) of each record or block that was read of, by file."""
+    """(file, offset, bytes, crc, the runs in it) of each record or whole file that was read of, by file."""
     for file in np.unique(runs[:, 0]).tolist():
         mine = runs[runs[:, 0] == file]
         # By offset, so that the runs that begin in a record are one stretch; of those that begin at one byte, the

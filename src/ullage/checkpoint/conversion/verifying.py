@@ -72,9 +72,11 @@ def verify(
         problems, pairs = _by_tensor(hub_named(ours, theirs.format), theirs)
     else:
         theirs = replace(theirs, files=tuple(File(t.name, t.num_bytes, "weights") for t in plan))
-        with as_checkpoint_error(str(theirs.folder)):
-            problems, pairs = _by_byte(theirs.folder, plan)
-        let_go(theirs.folder)
+        try:
+            with as_checkpoint_error(str(theirs.folder)):
+                problems, pairs = _by_byte(theirs.folder, plan)
+        finally:
+            let_go(theirs.folder)
     return problems + compare_pairs(ours, theirs, pairs, workers or default_workers(), progress)
 
 

@@ -108,7 +108,8 @@ def sum_share(folder: Path, files: Sequence[Listed], part: int = 0, parts: int =
     costs = [size + _FILE_COST for _, _, size in blocks]
     # A block belongs to the member in whose share of the total cost its middle lies; each is in exactly one share.
     middles = np.cumsum(costs, dtype=np.int64) - np.array(costs, np.int64) // 2
-    mine = [block for block, at in zip(blocks, middles.tolist()) if at * parts // sum(costs) == part]
+    total = sum(costs)
+    mine = [block for block, at in zip(blocks, middles.tolist()) if at * parts // total == part]
     workers = min(len(mine), _workers())
     if workers < 2 or sum(size for _, _, size in mine) < _BLOCK_BYTES // 4:
         return [_sum(folder, *block) for block in mine]

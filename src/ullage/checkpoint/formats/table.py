@@ -38,10 +38,10 @@ class Format:
     """A format that a checkpoint can be converted to.
 
     Attributes:
-        write: lays out the files of an inventory; where the format ``casts``, given ``dtype`` and ``optimizer``, and of
-            shards ``stage`` and ``ranks`` too.
-        optimizer: whether the optimizer's state is written: always, by default, or where it is asked for.
-        casts: whether weights may be cast.
+        write: lays out the files of an inventory; unless the optimizer's state is ``always`` written, given ``dtype``
+            and ``optimizer``, and of shards ``stage`` and ``ranks`` too.
+        optimizer: whether the optimizer's state is written: always, and nothing is cast; by default; or where it is
+            asked for.
         stage: of ZeRO, for shards of a number of ranks.
         pointer: the file beside the target by which DeepSpeed finds it.
         notes: what the source lacks, or the target leaves out or rounds, of an inventory and the files.
@@ -49,7 +49,6 @@ class Format:
 
     write: Callable[..., list[Target]]
     optimizer: Literal["always", "default", "asked"] = "default"
-    casts: bool = True
     stage: int | None = None
     pointer: str | None = None
     notes: Callable[[Inventory, list[Target]], list[str]] = lambda inventory, targets: []
@@ -62,11 +61,11 @@ def _shards(stage: int) -> Format:
 
 FORMATS: dict[str, Format] = {
     "universal": Format(
-        universal.universal_targets, "always", False, pointer="latest_universal", notes=universal.notes_for_engines
+        universal.universal_targets, "always", pointer="latest_universal", notes=universal.notes_for_engines
     ),
     "safetensors": Format(safetensors.safetensors_targets, "asked"),
     "dcp": Format(dcp.dcp_targets),
-    "trainer": Format(trainer_folder.trainer_targets, "always", False, notes=trainer_folder.notes_for_trainer),
+    "trainer": Format(trainer_folder.trainer_targets, "always", notes=trainer_folder.notes_for_trainer),
     **{f"zero{stage}": _shards(stage) for stage in (1, 2, 3)},
 }
 
@@ -124,7 +123,7 @@ def _targets(
         require_none(inventory, list(inventory.optimizer_problems))
         if this.pointer:
             _require_whole_states(inventory)
-    if this.casts:
+    if this.optimizer != "always":
         shards = {} if this.stage is None else {"stage": this.stage, "ranks": ranks}
         return this.write(inventory, dtype=dtype, optimizer=carried, **shards)
     article = "a universal" if format == "universal" else "a Trainer's"

@@ -98,7 +98,7 @@ def load_checkpoint(
     Returns what ``engine.load_checkpoint`` returns: the path read and the client state. Collective: every rank calls
     it, and all raise if one does. Waits for the device. What is incomplete, or does not fit the model, is refused with
     ``CheckpointError`` before anything is loaded. What is read is compared with the checksums of the files and of a
-    manifest, as far as nearly all of a record or block is read; if one of them differs, every rank raises, and the
+    manifest, as far as nearly all of a record or file is read; if one of them differs, every rank raises, and the
     engine holds a part of the checkpoint. Raises ``InputError`` for an engine without ZeRO, with model parallelism, or
     with tensors on NVMe.
 

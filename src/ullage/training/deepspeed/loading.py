@@ -9,8 +9,8 @@
    them after a step.
 
 **The sums.** Every rank sums its ranges while it reads them. The ranges of all ranks, end to end, make most records of
-the archives whole, and most blocks of the manifest; the few bytes between them (padding, headers of records) are read
-for the comparison, as far as they are few. So a record or a block is compared where the ranks together read nearly all
+the archives whole, and most files of the manifest; the few bytes between them (padding, headers of records) are read
+for the comparison, as far as they are few. So a record or a file is compared where the ranks together read nearly all
 of it, and is not where they needed a part of it only: the weights of a module that the masters replace.
 """
 
@@ -75,7 +75,7 @@ class Loaded:
         client_state: what the user saved with the checkpoint.
         share_bytes: bytes of the elements that this rank needs, in the checkpoint.
         read_bytes: bytes of tensors that it read, those for comparing sums included.
-        compared: records and blocks whose sums were compared, on all ranks.
+        compared: records and files whose sums were compared, on all ranks.
     """
 
     path: str
