@@ -64,7 +64,7 @@ REFUSED = {
 
 #: what is loaded: (from, into, what is said)
 BROKEN = {
-    "nothing there": ("nowhere", {}, "holds no distributed checkpoint"),
+    "nothing there": ("nowhere", {}, "no such folder"),
     "another model": ("checkpoint", {"model": {"hidden_size": 16}}, "hidden_size"),
     "a smaller model": ("checkpoint", {"model": {"num_hidden_layers": 1}}, "num_hidden_layers"),
     "another vocabulary": ("checkpoint", {"model": {"vocab_size": 70}}, "vocab_size"),

@@ -1,4 +1,4 @@
-"""A DeepSpeed run goes on under FSDP2, tensor and context parallel, through ``ullage convert --to dcp``."""
+"""A DeepSpeed run goes on under FSDP2, tensor and context parallel: as it is, or by ``ullage convert --to dcp``."""
 
 import json
 
@@ -20,11 +20,13 @@ def test_a_zero_run_goes_on(tmp_path, stage):
     torchrun(2, packing_script.__file__, tmp_path, json.dumps([["llama", stage, options]]), timeout=500)
     [result] = json.loads((tmp_path / "results0.json").read_text())
     checkpoint.convert(tmp_path / "checkpoint-3" / "global_step3", tmp_path / "dcp", format="dcp")
-    meshes = [([1, 1, 1], True), ([2, 1, 1], True), ([1, 2, 1], False), ([1, 1, 2], True)]
-    arguments = [{"folder": str(tmp_path / "dcp"), "mesh": mesh, "settings": kept} for mesh, kept in meshes]
+    shards = "checkpoint-3/global_step3"
+    cases = [("dcp", [1, 1, 1], True), ("dcp", [2, 1, 1], True), ("dcp", [1, 2, 1], False), (shards, [1, 1, 2], True)]
+    arguments = [{"folder": str(tmp_path / name), "mesh": mesh, "settings": kept} for name, mesh, kept in cases]
+    arguments.append({**arguments[1], "folder": str(tmp_path / "checkpoint-3"), "resumes": True})
     alone, two = run_jobs([[1, [["continue_zero", arguments[0]]]], [2, [["continue_zero", a] for a in arguments[1:]]]])
     for rank in (*alone, *two):
         for case in rank:
             assert "error" not in case, case
             assert case["losses"] == pytest.approx(result["losses"][3:], rel=1e-5)
-            assert case["step"] == 5
+            assert (case["step"], case["left"]) == (5, [])

@@ -201,10 +201,10 @@ def resume(rank, world, folder, kind="llama", mesh=(1, 1, 1), **options):
     return {"losses": losses, "differing": differing, "compared": len(saved)}
 
 
-def continue_zero(rank, world, folder, mesh, settings):
-    """Goes on from a converted ZeRO checkpoint of ``packing_script``, whose steps have four sequences, after step 3.
+def continue_zero(rank, world, folder, mesh, settings, resumes=False):
+    """Goes on from a ZeRO checkpoint of ``packing_script``, whose steps have four sequences, after step 3.
 
-    ``settings``: take lr and the rest from the folder, or have them here.
+    ``settings``: take lr and the rest from the folder, or have them here. ``resumes``: it is the Trainer that loads.
     """
     as_torchrun(rank, world)
     topology = fsdp.make_topology(dp=mesh[0], cp=mesh[1], tp=mesh[2])
@@ -217,13 +217,16 @@ def continue_zero(rank, world, folder, mesh, settings):
     if not settings:
         groups = [parameter for _, parameter in named]
     optimizer = torch.optim.AdamW(groups, lr=7.0 if settings else 1e-2, weight_decay=0.5 if settings else 0.0)
-    fsdp.load(folder, model, optimizer, hyperparameters=settings)
-    samples = packing_script.make_samples()[12:]
+    samples = packing_script.make_samples()
+    if not resumes:
+        fsdp.load(folder, model, optimizer, hyperparameters=settings)
+        samples = samples[12:]
     options: dict[str, Any] = {"packing_capacity": 128, "max_grad_norm": 1.0, "max_steps": len(samples) // 4}
     trainer = make_trainer(model, topology, optimizer, samples=samples, batch=4, **options)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=folder if resumes else None)
     moment = float(optimizer.state[named[0][1]]["step"])
-    return {"losses": logged(trainer), "step": moment}
+    left = sorted(path.name for path in Path(folder).parent.glob("_*"))
+    return {"losses": logged(trainer)[-2:], "step": moment, "left": left}
 
 
 def break_it(rank, world, folder, kind, **options):

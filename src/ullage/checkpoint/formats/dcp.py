@@ -20,6 +20,7 @@ Source: ``torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py`
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ from ullage.checkpoint.formats.entries import (
     text_file,
     weights_of,
 )
-from ullage.checkpoint.formats.locate import fsdp_schedule, object_of, steps_taken
+from ullage.checkpoint.formats.locate import STATES, fsdp_schedule, object_of, steps_taken
+from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
 from ullage.checkpoint.zero.states import RECOMPUTED, WEIGHTS_ONLY, Details
@@ -167,7 +169,22 @@ def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bo
         aliases = tied.get(path[1], ()) if path[0] == "model" else ()
         writer.add([path, *(("model", alias) for alias in aliases)], value)
     writer.close()
-    return [*writer.targets, writer.metadata()]
+    states = states_text({"scheduler": schedule_of(inventory)}) if optimizer else None
+    return [*writer.targets, writer.metadata(), *([] if states is None else [text_file(STATES, states)])]
+
+
+def states_text(states: dict[str, Any]) -> bytes | None:
+    """The file of states beside model and optimizer; None where they are not plain data, or there are none."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, dict):  # JSON would write another key, without a word
+            return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+        if isinstance(value, (list, tuple)):
+            return all(map(is_plain, value))
+        return value is None or isinstance(value, (str, int, float))
+
+    there = any(state is not None for state in states.values()) or not states
+    return json.dumps(states).encode() if there and is_plain(states) else None
 
 
 def items(

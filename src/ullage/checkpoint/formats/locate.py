@@ -24,7 +24,7 @@ MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
 TRAINER_STATE = "trainer_state.json"
 #: States beside model and optimizer, as ``ullage.engines.fsdp`` writes them.
-_STATES = "ullage_states.json"
+STATES = "ullage_states.json"
 
 
 def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
@@ -103,9 +103,10 @@ def _format(folder: Path) -> str | None:
         return "zero"
     if "zero" in names and (folder / "zero").is_dir():
         return "universal"
-    if "optimizer.pt" in names and any(n.startswith("model") and n.endswith(".safetensors") for n in names):
+    weights = [n for n in names if n.endswith(".safetensors")]
+    if "optimizer.pt" in names and any(n.startswith(("model", "adapter_model")) for n in weights):
         return "trainer"
-    if any(n.endswith(".safetensors") for n in names):
+    if weights:
         return "safetensors"
     if ".metadata" not in names:
         return None
@@ -156,4 +157,4 @@ def steps_taken(folder: Path) -> int | None:
 
 def fsdp_schedule(folder: Path) -> Any:
     """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
-    return object_of(folder, _STATES).get("scheduler")
+    return object_of(folder, STATES).get("scheduler")

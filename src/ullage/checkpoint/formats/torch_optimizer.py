@@ -210,13 +210,11 @@ def trainer_orders(folder: Path) -> list[Order]:
             model = made(made.config_class.from_dict(said))
     except Exception:
         return []  # whatever the class makes of a configuration, it gives no order
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    by_decay = decaying_first(model)
-    return [by_decay, [names for names in by_decay if names], [trained]]
+    return orders_of(model)
 
 
-def decaying_first(model: Any) -> Order:
-    """The trained parameters by name in the two groups of Trainer's optimizer: those that decay, and the others.
+def orders_of(model: Any) -> list[Order]:
+    """Orders in which a Trainer may have given the trained parameters of a model to its optimizer.
 
     Source: transformers 5.23 ``trainer.py``: ``create_optimizer``.
     """
@@ -225,4 +223,5 @@ def decaying_first(model: Any) -> Order:
     # The method reads nothing of its object, so it needs no Trainer.
     decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [[name for name in trained if (name in decayed) is chosen] for chosen in (True, False)]
+    by_decay = [[name for name in trained if (name in decayed) is chosen] for chosen in (True, False)]
+    return [by_decay, [names for names in by_decay if names], [trained]]

@@ -10,6 +10,7 @@ Source: transformers 5.23 ``trainer.py``, ``_save_optimizer_and_scheduler`` and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,16 +31,16 @@ from ullage.checkpoint.formats.entries import (
     weights_of,
 )
 from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
-from ullage.checkpoint.formats.model_states import schedule_of
+from ullage.checkpoint.formats.model_states import SCHEDULER, schedule_of
 from ullage.checkpoint.formats.safetensors import companions, read_safetensors, weights_targets
-from ullage.checkpoint.formats.torch_optimizer import NumberedState, read_numbered, trainer_orders, unnamed
+from ullage.checkpoint.formats.torch_optimizer import NumberedState, Order, read_numbered, trainer_orders, unnamed
 from ullage.checkpoint.zero.folder import record_table
 from ullage.core.errors import CheckpointError
 
 #: Small files of a Trainer's checkpoint that are the same in both kinds of run.
 _COPIED = (TRAINER_STATE, "adapter_config.json")
 _LIMIT = 64 << 20
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+OPTIMIZER = "optimizer.pt"
 
 
 def trainer_targets(inventory: Inventory) -> list[Target]:
@@ -63,7 +64,7 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
     targets.append(optimizer_target(inventory, groups))
     scheduler = schedule_of(inventory)
     if scheduler is not None:
-        targets.append(archive("scheduler.pt", scheduler, stem="scheduler", limit=_LIMIT))
+        targets.append(archive(SCHEDULER, scheduler, stem="scheduler", limit=_LIMIT))
     targets += small_file_targets(inventory.folder, _COPIED)
     return targets + companions(inventory)
 
@@ -110,9 +111,10 @@ def optimizer_target(inventory: Inventory, groups: list[OptimizerGroup]) -> Targ
     return archive("optimizer.pt", {"state": state, "param_groups": listed}, stem="optimizer", limit=_LIMIT)
 
 
-def read_trainer(folder: Path) -> Inventory:
+def read_trainer(folder: Path, orders: Callable[[], list[Order]] | None = None) -> Inventory:
     """The inventory of a folder with ``model.safetensors`` and ``optimizer.pt``.
 
+    ``orders``: gives those in which the optimizer may have got the parameters; by default of the class of the model.
     State whose names are not known is an optimizer's problem of the inventory, and the weights are read without it.
     Raises ``CheckpointError`` for a file that cannot be read, or that asks to run code.
     """
@@ -121,18 +123,17 @@ def read_trainer(folder: Path) -> Inventory:
     source = read_torch_file(path)
     weights = {t.name: t for t in base.tensors if t.key == "fp32"}
     try:
-        found = read_numbered(source.root, weights, source, number, OPTIMIZER, partial(trainer_orders, folder))
+        found = read_numbered(
+            source.root, weights, source, number, OPTIMIZER, orders or partial(trainer_orders, folder)
+        )
     except RefusedFile:
         raise
     except CheckpointError as error:
         found = NumberedState([], problem=Problem.of_error(error, OPTIMIZER))
     if found.problem is None and not any(found.names):
         found.problem = unnamed(OPTIMIZER, "no parameter")
-    schedule = read_torch_file(folder / SCHEDULER).root if (folder / SCHEDULER).is_file() else None
-    details = found.details(
-        settings_file=source, scheduler=schedule, global_step=steps_taken(folder),
-        buffers_known=base.details.buffers_known,
-    )  # fmt: skip
+    known = base.details.buffers_known
+    details = found.details(settings_file=source, global_step=steps_taken(folder), buffers_known=known)
     group_of = {name: index for index, names in enumerate(found.names) for name in names}
     tensors = assign_groups(base.tensors, group_of)
     problems = () if found.problem is None else (found.problem,)

@@ -17,6 +17,9 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,25 +29,23 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ullage.checkpoint.formats.dcp import LAYOUT
+from ullage.checkpoint import convert, read
+from ullage.checkpoint.formats.dcp import LAYOUT, states_text
+from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER, STATES
+from ullage.checkpoint.formats.torch_optimizer import orders_of
+from ullage.checkpoint.formats.trainer_folder import read_trainer
 from ullage.core.errors import CheckpointError, InputError, listed
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.optimizer import (
-    DistributedOptimizer,
-    OptimizerLoader,
-    TrainerOptimizer,
-    optimizer_state,
-    read_mapped,
-)
+from ullage.engines.fsdp.optimizer import OptimizerLoader, optimizer_state
 from ullage.engines.fsdp.parallel import parallel_of
-from ullage.engines.fsdp.weights import WeightFolder, names_in, tied_names
+from ullage.engines.fsdp.weights import saved_names, without_adapter
 from ullage.ranks import Axis, together
 from ullage.ranks.world import rank_here, require_same_folder
 from ullage.training.saving.checkpoints import require_same_model
 from ullage.training.saving.damage import examine
 from ullage.training.saving.staging import not_written, old_of, recover, write_into, write_whole
 
-STATES = "ullage_states.json"
+ADAPTER = "adapter_model.safetensors"
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,11 +59,12 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
     # Encoded before anything is written: where it fails, all ranks raise and the folder stays as it was.
     with together(Axis.world(), "collecting a checkpoint"):
         told = {name: state.state_dict() if hasattr(state, "state_dict") else state for name, state in states.items()}
-        try:
-            text = json.dumps(told)
-        except (TypeError, ValueError) as error:
-            raise InputError("a state is more than plain numbers", where=", ".join(states), found=error) from error
-    state = {"model": {name: chunks.writable(value) for name, value in _weights(model).items()}}
+        text = states_text(told)
+        if text is None:
+            raise InputError(
+                "a state is more than plain numbers, by names", where=", ".join(states), found=listed(list(told), 3)
+            )
+    state = {"model": {name: chunks.writable(value) for name, value in _weights(model, saved_names(model, ())).items()}}
     if optimizer is not None:
         state["optim"] = optimizer_state(model, optimizer)
 
@@ -78,7 +80,7 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(place)
             (place / LAYOUT).write_text(json.dumps(sizes), encoding="utf-8")
-            (place / STATES).write_text(text, encoding="utf-8")
+            (place / STATES).write_bytes(text)
 
     write_whole(folder, write, _require_written)
 
@@ -92,10 +94,10 @@ def load(
     allow_changed: bool = False,
     **states: Any,
 ) -> None:
-    """Fill model and optimizer from a folder that :func:`save` or ``ullage convert --to dcp`` wrote, on any layout.
+    """Fill model and optimizer from a folder that :func:`save` wrote on any layout, or from any other checkpoint.
 
-    A folder ``checkpoint-N`` of a plain Trainer, without DeepSpeed, is taken too, with ``optimizer.pt`` and
-    ``scheduler.pt``: of such a folder ``states`` may name the ``scheduler``.
+    A checkpoint of another format (DeepSpeed's, a plain Trainer's ``checkpoint-N``, safetensors) is converted first,
+    into ``_NAME.dcp`` beside it, which is removed again.
 
     Args:
         folder: the checkpoint, the same on every rank.
@@ -103,7 +105,7 @@ def load(
         optimizer: of the model; None to load the model alone.
         hyperparameters: whether the optimizer's settings (lr, betas, ...) become those of the folder too.
         allow_changed: take files that were changed since they were written.
-        states: objects with ``load_state_dict``, by the names they were saved under.
+        states: objects with ``load_state_dict``, by the names they were saved under; of another format, ``scheduler``.
 
     Collective; waits for the device. Raises ``CheckpointError`` on every rank, before anything is changed, for a folder
     that is no checkpoint, is damaged or of another model, and for an optimizer of other parameters or another kind.
@@ -113,29 +115,41 @@ def load(
     with together(Axis.world(), "reading a checkpoint"):
         if rank_here() == 0:
             _put_back(folder)
-    _require_undamaged(folder, allow_changed)
-    if _is_trainers(folder):
-        _load_trainers(folder, model, optimizer, hyperparameters, states)
-        return
-    with together(Axis.world(), "reading a checkpoint"):
-        # All checks, on every rank together, before the model is touched. A new optimizer gets empty state here, since
-        # torch fills only tensors that exist.
-        names = _metadata(folder)
         if (folder / "config.json").is_file():
             require_same_model(model.config, folder)
-        told = _read_states(folder, states)
-        weights = _weights(model, names)
-        chunks.require_names(folder, {f"model.{name}": value for name, value in weights.items()}, names)
-        _require_nothing_is_left(folder, model, names)
+    finding = examine(folder, allow_changed=allow_changed)
+    if finding.damage:
+        raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")
+    if rank_here() == 0 and folder.is_dir():
+        for note in finding.notes:
+            _LOG.warning(note)
+    with _in_torchs_format(folder, model, optimizer is not None) as place:
+        _load(place, folder, model, optimizer, hyperparameters, states)
+
+
+def _load(place: Path, folder: Path, model: Any, optimizer: Any, hyperparameters: bool, states: dict[str, Any]) -> None:
+    """Load from ``place``, in torch's format, what ``folder`` holds. Collective."""
+    with together(Axis.world(), "reading a checkpoint"):
+        # All checks, on every rank together, before the model is touched.
+        items = _metadata(place)
+        told = _read_states(place, states)
+        saved = saved_names(model, {name.removeprefix("model.") for name in items})
+        weights = _weights(model, saved)
+        if (folder / ADAPTER).is_file():
+            trained = {saved[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+            weights = {name: value for name, value in weights.items() if name in trained}
+        chunks.require_names(folder, {f"model.{name}": value for name, value in weights.items()}, items)
+        known = {f"model.{name}" for name in (*saved, *saved.values())}
+        chunks.require_known(folder, (name for name in items if name.startswith("model.")), known)
         loader = None
         if optimizer is not None:
-            loader = OptimizerLoader(model, optimizer, DistributedOptimizer(folder, names))
+            loader = OptimizerLoader(model, optimizer, place, items, saved)
             loader.check()
     settings = loader.settings() if loader is not None and hyperparameters else []
     # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is
     # then moved over.
     targets = {name: chunks.writable(value) for name, value in weights.items()}
-    chunks.load_chunks({"model": targets}, folder)
+    chunks.load_chunks({"model": targets}, place)
     chunks.copy_back(weights, targets)
     if loader is not None:
         loader.load(settings)
@@ -143,44 +157,34 @@ def load(
         state.load_state_dict(told[name])
 
 
-def _is_trainers(folder: Path) -> bool:
-    """Whether a folder holds a Trainer's weights, and neither torch's format nor DeepSpeed's."""
-    if (folder / ".metadata").is_file() or (folder / "latest").is_file():
-        return False
-    return any(folder.glob("*model*.safetensors"))
+@contextmanager
+def _in_torchs_format(folder: Path, model: Any, optimizer: bool) -> Iterator[Path]:
+    """Within it the checkpoint ``folder`` lies in torch's format: itself, or converted beside it. Collective."""
+    for own in (folder / MODEL_AND_OPTIMIZER, folder):
+        if (own / ".metadata").is_file():
+            yield own
+            return
+    converted = folder.with_name(f"_{folder.name}.dcp")
+    try:
+        with together(Axis.world(), "converting a checkpoint for FSDP2"):
+            if rank_here() == 0:
+                shutil.rmtree(converted, ignore_errors=True)
+                inventory = read(folder)
+                if inventory.format == "trainer":  # whose optimizer's state is by number, in an order of the model's
+                    inventory = read_trainer(inventory.folder, lambda: _orders(model, (folder / ADAPTER).is_file()))
+                convert(inventory, converted, format="dcp", optimizer=optimizer)
+        yield converted
+    finally:
+        if rank_here() == 0:
+            shutil.rmtree(converted, ignore_errors=True)
 
 
-def _load_trainers(
-    folder: Path, model: Any, optimizer: torch.optim.Optimizer | None, hyperparameters: bool, states: dict[str, Any]
-) -> None:
-    """Fill them from a plain Trainer's folder, of which each rank reads the elements that it holds. Collective.
-
-    The way back is ``ullage convert --to trainer``.
-    """
-    with together(Axis.world(), "reading a Trainer's checkpoint"):
-        require_same_model(model.config, folder)
-        unknown = [name for name in states if name != "scheduler"]
-        if unknown:
-            raise CheckpointError(
-                f"a Trainer's checkpoint holds no state of {unknown[0]!r}", where=str(folder), found=["scheduler"]
-            )
-        there, weights = WeightFolder(folder), _weights(model)
-        if there.is_adapter:
-            trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-            weights = {name: value for name, value in weights.items() if name in trained}
-        names = names_in(model, there, weights, tied_names(model))
-        schedule = read_mapped(folder / "scheduler.pt") if states else None
-        loader, settings = None, []
-        if optimizer is not None:
-            loader = OptimizerLoader(model, optimizer, TrainerOptimizer(folder / "optimizer.pt", model))
-            settings = loader.settings() if hyperparameters else []
-            loader.check()
-    for name, value in weights.items():
-        chunks.fill(value, lambda indices, name=names[name]: there.part(name, indices))
-    if loader is not None:
-        loader.load(settings)
-    for state in states.values():
-        state.load_state_dict(schedule)
+def _orders(model: Any, is_adapter: bool) -> list[list[list[str]]]:
+    """Orders in which a plain Trainer's optimizer may have got the model's parameters, by their names in its files."""
+    orders = orders_of(model)
+    if not is_adapter:
+        return orders
+    return [[[without_adapter(model, name) for name in names] for names in order] for order in orders]
 
 
 def gather_weights(model: Any) -> dict[str, Any]:
@@ -205,17 +209,13 @@ def save_pretrained(model: Any, folder: str | Path, *others: Any) -> None:
     write_into(folder, write)
 
 
-def _weights(model: Any, found: Any = None) -> dict[str, Tensor]:
-    """The model's tensors by name. Of tied names the first, or the first that is ``found`` in a folder."""
-    # A tied weight is written once, under one name; the folder of another program may have chosen another name.
+def _weights(model: Any, saved: dict[str, str]) -> dict[str, Tensor]:
+    """The model's tensors by the names that they are saved under, tied ones once."""
     weights = cast(dict[str, Tensor], get_model_state_dict(model))
-    for names in tied_names(model):
-        names = [name for name in names if name in weights]
-        kept = next((name for name in names if found is not None and f"model.{name}" in found), names[0])
-        for name in names:
-            if name != kept:
-                del weights[name]
-    return weights
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        found.setdefault(saved.get(name, name), value)
+    return found
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
@@ -235,19 +235,6 @@ def _metadata(folder: Path) -> dict[str, Any]:
         ) from error
     assert isinstance(metadata, Metadata)
     return metadata.state_dict_metadata
-
-
-def _require_nothing_is_left(folder: Path, model: Any, names: dict[str, Any]) -> None:
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    left = [n for n in names if n.startswith("model.") and n.removeprefix("model.") not in known]
-    if left:
-        raise CheckpointError(
-            "the checkpoint is of a larger model",
-            where=str(folder),
-            found=listed(left, 1),
-            hint="continue with the model that it was made from",
-        )
 
 
 def _read_states(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
@@ -282,13 +269,3 @@ def _put_back(folder: Path) -> None:
             found=f"it in {old_of(folder)}",
             hint=f"rename that folder: {error.strerror}",
         ) from error
-
-
-def _require_undamaged(folder: Path, allow_changed: bool) -> None:
-    """Compare the folder with its manifest, if it has one. Collective. Raises ``CheckpointError`` on every rank."""
-    finding = examine(folder, allow_changed=allow_changed)
-    if finding.damage:
-        raise finding.error("if the file was changed on purpose: load(..., allow_changed=True)")
-    if rank_here() == 0 and folder.is_dir():
-        for note in finding.notes:
-            _LOG.warning(note)

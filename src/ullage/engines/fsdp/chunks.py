@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
@@ -19,6 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ullage.core.errors import CheckpointError, listed
+
+_SAME = "continue with the model, and the kind of optimizer, that it was made from"
 
 
 def load_chunks(state: dict[str, Any], folder: Path) -> None:
@@ -33,27 +34,40 @@ def save_chunks(state: dict[str, Any], folder: Path) -> None:
         save(state, checkpoint_id=folder)
 
 
-def require_names(folder: Path, wanted: dict[str, Any], names: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless each wanted item is in the folder, and of its size."""
-    missing = [name for name in wanted if name not in names]
+def require_names(folder: Path, wanted: dict[str, Any], held: dict[str, Any], hint: str = _SAME) -> None:
+    """Raise ``CheckpointError`` unless each wanted item is in the folder, and of its size.
+
+    ``held``: what the folder has by name: a shape, or an entry of torch's metadata, which has a ``size`` if a tensor.
+    """
+    missing = [name for name in wanted if name not in held]
     if missing:
+        what = "optimizer" if missing[0].startswith("optim.") else "model"
         raise CheckpointError(
-            "the checkpoint lacks what the model needs" if missing[0].startswith("model.") else
-            "the checkpoint lacks what the optimizer needs",
+            f"the checkpoint lacks what the {what} needs",
             where=str(folder),
             expected=listed(missing, 1),
-            found=f"{len(names)} other items",
-        )  # fmt: skip
+            found=f"{len(held)} other items",
+            hint=hint,
+        )
     for name, value in wanted.items():
-        entry = names[name]
-        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+        size = held[name] if isinstance(held[name], tuple) else getattr(held[name], "size", None)
+        if isinstance(value, Tensor) and size is not None and tuple(size) != tuple(value.shape):
             raise CheckpointError(
                 "a tensor of the checkpoint has another size",
                 where=f"{folder}, {name}",
                 expected=list(value.shape),
-                found=list(entry.size),
-                hint="continue with the model that it was made from",
+                found=list(size),
+                hint=_SAME,
             )
+
+
+def require_known(folder: Path, held: Iterable[str], known: Container[str]) -> None:
+    """Raise ``CheckpointError`` for a weight in the folder that the model has not."""
+    left = [name for name in held if name not in known]
+    if left:
+        raise CheckpointError(
+            "the checkpoint is of a larger model", where=str(folder), found=listed(left, 1), hint=_SAME
+        )
 
 
 def writable(value: Any) -> Any:

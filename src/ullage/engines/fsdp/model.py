@@ -229,8 +229,7 @@ class TrainedParallel(Parallel):
 
     def load(self, checkpoint: Path, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
         states = {} if scheduler is None else {"scheduler": scheduler}
-        own = checkpoint / MODEL_AND_OPTIMIZER
-        load(own if own.is_dir() else checkpoint, model, _bare(optimizer), allow_changed=True, **states)
+        load(checkpoint, model, _bare(optimizer), allow_changed=True, **states)
 
 
 def require_supported(arguments: Any) -> None:

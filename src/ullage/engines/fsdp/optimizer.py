@@ -8,25 +8,22 @@ and each sum is added up over exactly the axes that its gradients are sharded ov
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ullage.checkpoint.formats.torch_optimizer import decaying_first
-from ullage.core.errors import CheckpointError, InputError, first_line
+from ullage.core.errors import CheckpointError, InputError
 from ullage.engines.fsdp import chunks
-from ullage.engines.fsdp.weights import tied_names
 from ullage.training.setup.fsdp import reshard
 
-#: An optimizer's state by parameter and key.
-States = dict[str, dict[str, Any]]
 #: Optimizers that were looked at, with the number of parameters they had.
 _CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
@@ -62,31 +59,13 @@ def require_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
     _CHECKED[optimizer] = count
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have a new optimizer make its state: a step with zero gradients at a rate of zero, which changes no weight."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            # A product keeps the type, as the rate may be a tensor. The step count becomes 1; whoever calls this loads
-            # over it.
-            group["lr"] = group["lr"] * 0
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        if "lr" in group:
-            group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-
-
 _STATE, _GROUPS = "optim.state.", "optim.param_groups."
 #: Settings of a group that say how an optimizer computes on this machine, not what.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of the optimizer as it is written: none before its first step."""
+    """The state of the optimizer as it is written: none before its first step, which torch would take."""
     state: dict[str, Any] = {}
     groups = []
     for group, names in zip(optimizer.param_groups, parameter_names(model, optimizer)):
@@ -98,221 +77,112 @@ def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-class SavedOptimizer(Protocol):
-    """An optimizer's state in a checkpoint. ``where``: its place; ``names``: the parameters that it has state of."""
-
-    where: str
-    names: set[str]
-
-    def require(self, wanted: States) -> None:
-        """Raise ``CheckpointError`` unless each wanted item is there, and of its size."""
-        ...
-
-    def groups(self, own: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
-        """Settings and parameters of each group; ``own``: the optimizer's groups. Collective; changes nothing."""
-        ...
-
-    def fill(self, held: States) -> None:
-        """Fill the tensors of the state, and replace its other values. Collective."""
-        ...
-
-
 class OptimizerLoader:
     """Loader of saved state into an optimizer of any layout, in three calls: ``check``, ``settings``, ``load``.
 
     Args:
         model: the model of the optimizer's parameters.
         optimizer: filled by :meth:`load`.
-        saved: what it is filled with.
+        folder: in torch's format.
+        items: metadata of all that it holds, by name.
+        saved_names: the name in the folder of each of the model's parameters.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:
-        self._optimizer, self._saved, self._new = optimizer, saved, False
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        items: dict[str, Any],
+        saved_names: dict[str, str],
+    ) -> None:
+        self._model, self._optimizer, self._folder, self._items = model, optimizer, folder, items
+        self._new = not optimizer.state
+        if not any(name.startswith("optim.") for name in items):
+            raise CheckpointError(
+                "this checkpoint holds no optimizer",
+                where=str(folder),
+                hint="load the model alone, without an optimizer; of a DeepSpeed run, take the folder global_step*",
+            )
+        # optim.state.<parameter>.<key>: a parameter's name has dots, a key has none.
+        self._saved = {name.removeprefix(_STATE).rpartition(".")[0] for name in items if name.startswith(_STATE)}
         require_optimizer(model, optimizer)
-        self._aliases = {name: names for names in tied_names(model) for name in names}
-        self._groups = [[self._known(name) for name in names] for names in parameter_names(model, optimizer)]
-        self._trained = {self._known(name) for name, p in model.named_parameters() if p.requires_grad}
+        self._groups = [[saved_names[name] for name in names] for names in parameter_names(model, optimizer)]
+        self._trained = {saved_names[name] for name, p in model.named_parameters() if p.requires_grad}
 
     def check(self) -> None:
         """Raise ``CheckpointError`` unless there is what this optimizer needs. A new one gets its state."""
-        # What is loaded fills tensors that exist, so a new optimizer makes its own first.
-        self._new = not self._optimizer.state
-        if self._new and self._saved.names:
-            make_state(self._optimizer)
-        try:
-            self._saved.require(self._own_state())
-        except CheckpointError:
-            self._forget()
-            raise
+        if self._new and self._saved:
+            self._optimizer.zero_grad(set_to_none=True)
+            get_optimizer_state_dict(self._model, self._optimizer)  # which makes it: what is loaded fills tensors
+        wanted = {f"{_STATE}{name}.{key}": v for name, held in self._own_state().items() for key, v in held.items()}
+        with self._forgotten():
+            chunks.require_names(self._folder, wanted, self._items)
 
     def settings(self) -> list[dict[str, Any]]:
         """The saved settings of the optimizer's groups that have trained parameters. Collective; changes nothing.
 
         Raises ``CheckpointError`` on every rank if the parameters were grouped otherwise.
         """
-        groups = self._saved.groups(self._optimizer.param_groups)
+        # Each with the settings that both sides have. A list in the folder is one item, so an empty list stands for the
+        # names that are read in its place.
+        count = len({name.split(".")[2] for name in self._items if name.startswith(_GROUPS)})
+        listed: list[dict[str, Any]] = [{"params": []} for _ in range(count)]
+        for i, group in enumerate(self._optimizer.param_groups[:count]):
+            listed[i] |= {key: value for key, value in group.items() if f"{_GROUPS}{i}.{key}" in self._items}
+            listed[i]["params"] = []
+        if count:
+            chunks.load_chunks({"optim": {"param_groups": listed}}, self._folder)
         # Frozen parameters have no state, so it does not matter how either side groups them.
-        named = [(settings, {self._known(name) for name in names} & self._trained) for settings, names in groups]
-        theirs = [(settings, names) for settings, names in named if names]
-        ours = [names for names in (set(names) & self._trained for names in self._groups) if names]
-        if [names for _, names in theirs] != ours:
-            self._forget()
-            raise CheckpointError(
-                "the optimizer's parameter groups are others than the checkpoint's",
-                where=self._saved.where,
-                expected=f"groups of {[len(names) for _, names in theirs]} parameters",
-                found=f"groups of {[len(names) for names in ours]}",
-                hint="group them alike, or load with hyperparameters=False to keep the optimizer's own settings",
-            )
-        return [settings for settings, _ in theirs]
+        theirs = [group for group in listed if self._trained.intersection(group["params"])]
+        ours = [names for names in (self._trained.intersection(names) for names in self._groups) if names]
+        with self._forgotten():
+            if [self._trained.intersection(group["params"]) for group in theirs] != ours:
+                raise CheckpointError(
+                    "the optimizer's parameter groups are others than the checkpoint's",
+                    where=str(self._folder),
+                    expected=f"groups of {[len(group['params']) for group in theirs]} parameters",
+                    found=f"groups of {[len(names) for names in ours]}",
+                    hint="group them alike, or load with hyperparameters=False to keep the optimizer's own settings",
+                )
+        return theirs
 
     def load(self, settings: list[dict[str, Any]]) -> None:
         """Fill the optimizer's tensors, and its settings if there are any. Collective."""
         held = self._own_state()
-        if held:
-            self._saved.fill(held)
+        targets = {name: {key: chunks.writable(v) for key, v in state.items()} for name, state in held.items()}
+        if targets:
+            chunks.load_chunks({"optim": {"state": targets}}, self._folder)
         for group, names in zip(self._optimizer.param_groups, self._groups):
             for parameter, name in zip(group["params"], names):
                 if name in held:
+                    chunks.copy_back(held[name], targets[name])
                     self._optimizer.state[parameter].update(held[name])
                 else:  # it had no gradient yet
                     self._optimizer.state.pop(parameter, None)
         pairs = zip(self._optimizer.param_groups, self._groups)
-        filled = [group for group, names in pairs if set(names) & self._trained]
+        filled = [group for group, names in pairs if self._trained.intersection(names)]
         for group, told in zip(filled, settings):
             group.update({key: value for key, value in told.items() if key in group and key not in _IMPLEMENTATION})
 
-    def _forget(self) -> None:
-        if self._new:
-            self._optimizer.state.clear()
+    @contextmanager
+    def _forgotten(self) -> Iterator[None]:
+        """Within it an error takes the state that a new optimizer was given."""
+        try:
+            yield
+        except CheckpointError:
+            if self._new:
+                self._optimizer.state.clear()
+            raise
 
-    def _own_state(self) -> States:
+    def _own_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's own state of each parameter of which some was saved."""
         return {
             name: {key: value for key, value in self._optimizer.state[parameter].items() if value is not None}
             for group, names in zip(self._optimizer.param_groups, self._groups)
             for parameter, name in zip(group["params"], names)
-            if name in self._saved.names and parameter in self._optimizer.state
+            if name in self._saved and parameter in self._optimizer.state
         }
-
-    def _known(self, name: str) -> str:
-        """The name under which the state of a parameter was saved, which has several names if it is tied."""
-        names = self._aliases.get(name, [name])
-        return next((alias for alias in names if alias in self._saved.names), names[0])
-
-
-class DistributedOptimizer:
-    """:class:`SavedOptimizer` in a folder of torch's format. ``items``: metadata of all that it holds, by name."""
-
-    def __init__(self, folder: Path, items: dict[str, Any]) -> None:
-        self._folder, self._items, self.where = folder, items, str(folder)
-        if not any(name.startswith("optim.") for name in items):
-            raise CheckpointError(
-                "this checkpoint holds no optimizer",
-                where=self.where,
-                hint="load the model alone, without an optimizer; of a DeepSpeed run, convert the folder global_step*",
-            )
-        # optim.state.<parameter>.<key>: a parameter's name has dots, a key has none.
-        self.names = {name.removeprefix(_STATE).rpartition(".")[0] for name in items if name.startswith(_STATE)}
-
-    def require(self, wanted: States) -> None:
-        flat = {f"{_STATE}{name}.{key}": value for name, state in wanted.items() for key, value in state.items()}
-        chunks.require_names(self._folder, flat, self._items)
-
-    def groups(self, own: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
-        # Each with the settings that both sides have. A list in the folder is one item, so an empty list stands for the
-        # names that are read in its place.
-        count = len({name.split(".")[2] for name in self._items if name.startswith(_GROUPS)})
-        listed: list[dict[str, Any]] = [{"params": []} for _ in range(count)]
-        for i, group in enumerate(own[:count]):
-            listed[i] |= {key: value for key, value in group.items() if f"{_GROUPS}{i}.{key}" in self._items}
-            listed[i]["params"] = []
-        if count:
-            chunks.load_chunks({"optim": {"param_groups": listed}}, self._folder)
-        return [(group, group["params"]) for group in listed]
-
-    def fill(self, held: States) -> None:
-        targets = {name: {key: chunks.writable(v) for key, v in state.items()} for name, state in held.items()}
-        chunks.load_chunks({"optim": {"state": targets}}, self._folder)
-        for name, state in held.items():
-            chunks.copy_back(state, targets[name])
-
-
-class TrainerOptimizer:
-    """:class:`SavedOptimizer` in a plain Trainer's ``optimizer.pt``, which has state by number.
-
-    The numbers are those of parameters that decay first, then of the others, each in the model's order; or the groups
-    tell the names. Source: transformers 5.23 ``trainer.py``: ``create_optimizer``.
-    """
-
-    def __init__(self, path: Path, model: Any) -> None:
-        self.where, saved = str(path), read_mapped(path)
-        if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
-            raise CheckpointError("this file holds no optimizer", where=self.where)
-        self._groups: list[dict[str, Any]] = saved["param_groups"]
-        self._listed = self._names(model)
-        pairs = (pair for group, names in zip(self._groups, self._listed) for pair in zip(group["params"], names))
-        self._state = {name: saved["state"][number] for number, name in pairs if number in saved["state"]}
-        self.names = set(self._state)
-
-    def _names(self, model: Any) -> list[list[str]]:
-        """The names of the parameters in each group, in the order of their numbers."""
-        sizes = [len(group["params"]) for group in self._groups]
-        if all("param_names" in group for group in self._groups):
-            return [list(group["param_names"]) for group in self._groups]
-        by_decay = decaying_first(model)
-        whole = [[name for name, p in model.named_parameters() if p.requires_grad]]
-        for groups in (by_decay, [names for names in by_decay if names], whole):
-            if [len(names) for names in groups] == sizes:
-                return groups
-        raise CheckpointError(
-            "the optimizer's state is saved by number, and its groups are not those of Trainer's optimizer",
-            where=self.where,
-            expected=f"groups of {[len(names) for names in by_decay]} parameters",
-            found=f"groups of {sizes}",
-            hint="load the model alone, without an optimizer",
-        )
-
-    def require(self, wanted: States) -> None:
-        for name, state in wanted.items():
-            for key, value in state.items():
-                there = self._state[name].get(key)
-                if isinstance(value, Tensor) and not (isinstance(there, Tensor) and there.shape == value.shape):
-                    raise CheckpointError(
-                        "the checkpoint lacks what the optimizer needs",
-                        where=f"{self.where}, {name}",
-                        expected=f"{key} of shape {list(value.shape)}",
-                        found=list(there.shape) if isinstance(there, Tensor) else there,
-                        hint="continue with the model and the kind of optimizer that it was made from",
-                    )
-
-    def groups(self, own: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
-        return list(zip(self._groups, self._listed))
-
-    def fill(self, held: States) -> None:
-        for name, state in held.items():
-            for key, value in state.items():
-                there: Any = self._state[name].get(key)
-                if isinstance(value, Tensor):
-                    chunks.fill(value, lambda indices, there=there: there[indices] if indices else there)
-                elif there is not None:
-                    state[key] = there
-
-
-def read_mapped(path: Path) -> Any:
-    """The content of a file of torch's, mapped and not read. Raises ``CheckpointError``."""
-    if not path.is_file():
-        raise CheckpointError(
-            "this checkpoint holds no " + path.stem,
-            where=str(path),
-            expected=f"{path.name} of a Trainer",
-            found="no such file",
-            hint="load the model alone, without it",
-        )
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError("this file cannot be read", where=str(path), found=first_line(error)) from error
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ Source: the format's own reader (``safetensors.safe_open``); the index of ``tran
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,17 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ullage.core.errors import CheckpointError, InputError, listed
-from ullage.engines.fsdp import chunks
+from ullage.core.errors import CheckpointError, InputError
+from ullage.engines.fsdp.chunks import fill, require_known, require_names
 from ullage.mixers.wrappers import bare
 from ullage.ranks import Axis
 from ullage.ranks.wire import gather_objects
 
-_FILE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OTHER_NAMES = (
+    "take the model that it was made from; weights under other names (experts saved one by one) are read by "
+    "from_pretrained: on rank 0, with the model on meta elsewhere"
+)
 
 
 class WeightFolder:
@@ -36,15 +40,13 @@ class WeightFolder:
 
     Attributes:
         shapes: of each tensor, by name.
-        is_adapter: whether the folder holds the weights of a PEFT adapter alone.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        names, self.is_adapter = self._files()
         self._opened: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for name in names:
+        for name in self._files():
             try:
                 opened: Any = safe_open(str(self.folder / name), framework="pt")
                 for key in opened.keys():  # noqa: SIM118 (the reader is no mapping)
@@ -61,83 +63,46 @@ class WeightFolder:
             return self._opened[name].get_tensor(name)
         return self._opened[name].get_slice(name)[indices]
 
-    def _files(self) -> tuple[list[str], bool]:
+    def _files(self) -> list[str]:
         if (self.folder / _INDEX).is_file():
             try:
                 index = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
-                return sorted(set(index["weight_map"].values())), False
+                return sorted(set(index["weight_map"].values()))
             except (ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(
                     "the index of the weights cannot be read", where=str(self.folder / _INDEX), found=repr(error)
                 ) from error
-        for name in (_FILE, _ADAPTER):
-            if (self.folder / name).is_file():
-                return [name], name == _ADAPTER
+        if (self.folder / _FILE).is_file():
+            return [_FILE]
         raise CheckpointError(
             "this folder holds no weights",
             where=str(self.folder),
-            expected=f"{_FILE}, {_INDEX} or {_ADAPTER}",
+            expected=f"{_FILE} or {_INDEX}",
             found=", ".join(sorted(path.name for path in self.folder.iterdir())[:4]) or "an empty folder"
             if self.folder.is_dir() else "no such folder",
         )  # fmt: skip
 
 
-def names_in(model: Any, held: WeightFolder, targets: dict[str, Tensor], tied: list[list[str]]) -> dict[str, str]:
-    """The name in the folder of each tensor of ``targets``, which has its name in the model.
+def saved_names(model: Any, held: Container[str]) -> dict[str, str]:
+    """The name of each tensor of a model among those that a checkpoint has, by each of the names that it has here.
 
-    Args:
-        model: whose tensors they are.
-        held: the folder.
-        targets: the tensors to be filled.
-        tied: the names of each tensor that has several.
-
-    Raises ``CheckpointError`` for a tensor that is not in the folder or has another shape there, and for one in the
-    folder that the model lacks.
+    A tied tensor was saved under one of its names, and PEFT leaves the adapter's own out of the names in its file. Of
+    what is not ``held`` the first name.
     """
-    aliases = {name: names for names in tied for name in names}
-    adapter = getattr(model, "active_adapter", None) if held.is_adapter else None
+    names: dict[int, list[str]] = {}
+    for list_of in (model.named_parameters, model.named_buffers):
+        for name, tensor in list_of(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
     found: dict[str, str] = {}
-    missing: list[str] = []
-    for name, tensor in targets.items():
-        # PEFT leaves the adapter's own name out of the names in its file.
-        options = [other.replace(f".{adapter}.", ".") for other in aliases.get(name, [name])]
-        there = next((option for option in options if option in held.shapes), None)
-        if there is None:
-            missing.append(name)
-        elif held.shapes[there] != tuple(tensor.shape):
-            raise CheckpointError(
-                "a tensor of the folder has another size",
-                where=f"{held.folder}, {there}",
-                expected=list(tensor.shape),
-                found=list(held.shapes[there]),
-                hint="take the model that it was made from",
-            )
-        else:
-            found[name] = there
-    # A tied name may be in the folder beside the one that is read.
-    known = {*found.values(), *aliases}
-    strange = [name for name in held.shapes if name not in known]
-    for what, names in (
-        ("the folder lacks what the model needs", missing),
-        ("the model lacks what the folder holds", strange),
-    ):
-        if names:
-            raise CheckpointError(
-                what,
-                where=str(held.folder),
-                found=listed(names, 1),
-                hint="take the model that it was made from; weights under other names (experts saved one by one) are "
-                "read by from_pretrained: on rank 0, with the model on meta elsewhere",
-            )
+    for several in names.values():
+        options = [*several, *(without_adapter(model, name) for name in several)]
+        found |= dict.fromkeys(several, next((name for name in options if name in held), several[0]))
     return found
 
 
-def tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
+def without_adapter(model: Any, name: str) -> str:
+    """The name of a tensor in the file of a PEFT adapter."""
+    return name.replace(f".{getattr(model, 'active_adapter', None)}.", ".")
 
 
 #: Reads the elements of a tensor at these indices.
@@ -154,15 +119,19 @@ class Source:
     """
 
     def __init__(self, model: Any, weights: Path | None, held: dict[str, Tensor]) -> None:
-        self._folder = None if weights is None else WeightFolder(weights)
-        self._held = held
-        targets = dict(_persistent(model))
-        self._names = {} if self._folder is None else names_in(model, self._folder, targets, tied_names(model))
+        self._held, self._folder = held, None
         self._buffers: dict[str, Tensor] = {}
-        if self._folder is not None:
+        if weights is not None:
+            self._folder = WeightFolder(weights)
+            shapes, names = self._folder.shapes, saved_names(model, self._folder.shapes)
+            # Parameters and buffers that a folder of weights has.
+            persistent = model.state_dict(keep_vars=True)
+            self._names = {name: names[name] for name in persistent}
+            require_names(weights, {self._names[n]: tensor for n, tensor in persistent.items()}, shapes, _OTHER_NAMES)
+            # A tied name may be in the folder beside the one that is read.
+            require_known(weights, shapes, {*self._names, *self._names.values()})
             # What no file holds, such as rotary frequencies, is computed where a model is made.
-            twin = _twin(model)
-            self._buffers = {n: b for n, b in twin.named_buffers() if n not in self._names}
+            self._buffers = {name: buffer for name, buffer in _twin(model).named_buffers() if name not in persistent}
 
     @classmethod
     def of(cls, model: Any, weights: str | Path | None) -> Source | None:
@@ -208,7 +177,7 @@ class Source:
         # FSDP2 keeps views of the tensors that were there when it cut them; _apply makes it look again.
         model._apply(lambda tensor: tensor)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            chunks.fill(tensor, self._reader(name, tensor, device))
+            fill(tensor, self._reader(name, tensor, device))
 
     def _reader(self, name: str, tensor: Tensor, device: torch.device) -> Read:
         if self._folder is not None and name in self._names:
@@ -224,11 +193,6 @@ class Source:
                 whole.copy_(self._held.pop(name))
             dist.broadcast(whole, src=0)
         return lambda indices: whole[indices] if indices else whole
-
-
-def _persistent(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that a folder of weights has."""
-    return list(model.state_dict(keep_vars=True).items())
 
 
 def _twin(model: Any) -> nn.Module:
