@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.support.checkpoints import value_of
 from ullage import checkpoint
 from ullage.checkpoint.formats.entries import optimizer_groups
-from ullage.checkpoint.formats.torch_optimizer import decaying_first, may_be_state
+from ullage.checkpoint.formats.torch_optimizer import may_be_state, orders_of
 from ullage.core.errors import CheckpointError
 
 pytestmark = pytest.mark.parity
@@ -178,7 +178,7 @@ def adafactor(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
     """Of torch, or transformers' with moments and the numbers that it makes anew; both in groups by decay."""
     from transformers.optimization import Adafactor
 
-    order = decaying_first(model)
+    order = orders_of(model)[0]
     groups = [{"params": [model.get_parameter(name) for name in names]} for names in order]
     return torch.optim.Adafactor(groups, 1e-2) if kind == "torch" else Adafactor(groups, beta1=0.9)
 

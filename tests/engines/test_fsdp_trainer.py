@@ -58,6 +58,19 @@ def test_arguments_that_would_not_be_honoured_are_refused(tmp_path, options, mes
         trainer(tmp_path, **options)
 
 
+def test_a_state_with_other_keys_than_names_is_refused_before_anything_is_written(tmp_path):
+    made = fsdp.parallelize(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-2)
+    schedules = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]), torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(InputError, match=r"a state is more than plain numbers, by names \(scheduler\)"):
+        fsdp.save(tmp_path / "made", made, optimizer, scheduler=schedules[0])
+    assert list(tmp_path.iterdir()) == []
+    fsdp.save(tmp_path / "made", made, optimizer, scheduler=schedules[1])
+    schedules[1].step_size = 7
+    fsdp.load(tmp_path / "made", made, optimizer, scheduler=schedules[1])
+    assert schedules[1].step_size == 3
+
+
 def test_what_cannot_be_spread_is_refused():
     with torch.device("meta"):
         bare = model()

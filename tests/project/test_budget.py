@@ -18,7 +18,7 @@ BUDGET = {
     "cli": 2150,
     "core": 2850,
     "datasets": 2250,
-    "engines": 4450,
+    "engines": 4250,
     "exchange": 2200,
     "mixers": 5500,
     "models": 3550,

@@ -50,7 +50,7 @@ from ullage.checkpoint.formats.entries import (
     text_file,
     weights_of,
 )
-from ullage.checkpoint.formats.locate import STATES, fsdp_schedule, object_of, steps_taken
+from ullage.checkpoint.formats.locate import STATES, object_of, steps_taken
 from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.zero.folder import collect_problems, record_table
 from ullage.checkpoint.zero.modules import whole_tensor
@@ -474,8 +474,7 @@ class _DcpReading:
         named = all(isinstance(name, str) for listed in names for name in listed)
         return Details(
             {}, {}, steps, self.settings, names=names if named else None, numbers=self.numbers,
-            scheduler=fsdp_schedule(self.folder), buffers_known=self.buffers is not None,
-            global_step=steps_taken(self.folder),
+            buffers_known=self.buffers is not None, global_step=steps_taken(self.folder),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.checkpoint.core.paths import checkpoint_path, is_remote, read_start
-from ullage.checkpoint.files.torchfile import as_checkpoint_error
+from ullage.checkpoint.files.torchfile import as_checkpoint_error, read_torch_file
 from ullage.core.errors import CheckpointError
 
 #: Bytes of a pointer that are read: no folder has a longer name.
@@ -22,7 +22,7 @@ JOURNAL, COMPLETE = ".journal", "ullage.json"
 #: In a checkpoint of a model that ``ullage.engines.fsdp`` has sharded: the folder with model and optimizer.
 MODEL_AND_OPTIMIZER = "model_and_optimizer"
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_universal")
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 #: States beside model and optimizer, as ``ullage.engines.fsdp`` writes them.
 STATES = "ullage_states.json"
 
@@ -155,6 +155,8 @@ def steps_taken(folder: Path) -> int | None:
     return found if type(found) is int else None
 
 
-def fsdp_schedule(folder: Path) -> Any:
-    """The state of the learning rate's schedule that ``ullage.engines.fsdp`` saved, where there is one."""
-    return object_of(folder, STATES).get("scheduler")
+def schedule_beside(folder: Path) -> Any:
+    """The state of the schedule in a file that ``ullage.engines.fsdp`` or a Trainer has left; None without one."""
+    places = (folder / SCHEDULER, folder.parent / SCHEDULER)
+    found = next((read_torch_file(path).root for path in places if path.is_file()), None)
+    return object_of(folder, STATES).get("scheduler", found)

@@ -14,13 +14,12 @@ from typing import Any, Literal
 from ullage.checkpoint.core.inventory import Inventory, Tensor
 from ullage.checkpoint.core.numbers import FLOATS
 from ullage.checkpoint.files.pickling import Constant, TensorCopy
-from ullage.checkpoint.files.torchfile import read_torch_file
 from ullage.checkpoint.files.unpickling import Size, TensorRef
 from ullage.checkpoint.formats.entries import OptimizerGroup, cast_of, kept_entries, states_by_name
+from ullage.checkpoint.formats.locate import schedule_beside
 from ullage.checkpoint.zero.states import Details
 from ullage.core.errors import CheckpointError
 
-SCHEDULER = "scheduler.pt"
 #: The version whose files are written.
 DEEPSPEED = "0.19.8"
 #: What the source's model states say of its own layout, which is not the target's.
@@ -157,14 +156,10 @@ def global_step(inventory: Inventory) -> int:
 
 
 def schedule_of(inventory: Inventory) -> Any:
-    """The state of the learning rate's schedule; None where the source has none.
-
-    A Trainer writes it to a file beside its folder, with DeepSpeed too, unless that has made the schedule.
-    """
+    """The state of the learning rate's schedule; None where the source has none."""
     details = Details.of(inventory)
     found = details.scheduler if details.lead is None else details.lead.root.get("lr_scheduler")
-    places = [place / SCHEDULER for place in (inventory.folder, inventory.folder.parent)] if found is None else []
-    return next((read_torch_file(path).root for path in places if path.is_file()), found)
+    return schedule_beside(inventory.folder) if found is None else found
 
 
 def notes_on_schedule(inventory: Inventory) -> list[str]:

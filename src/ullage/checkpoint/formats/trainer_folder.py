@@ -30,8 +30,8 @@ from ullage.checkpoint.formats.entries import (
     states_by_name,
     weights_of,
 )
-from ullage.checkpoint.formats.locate import TRAINER_STATE, steps_taken, text_of
-from ullage.checkpoint.formats.model_states import SCHEDULER, schedule_of
+from ullage.checkpoint.formats.locate import SCHEDULER, TRAINER_STATE, schedule_beside, steps_taken, text_of
+from ullage.checkpoint.formats.model_states import schedule_of
 from ullage.checkpoint.formats.safetensors import companions, read_safetensors, weights_targets
 from ullage.checkpoint.formats.torch_optimizer import NumberedState, Order, read_numbered, trainer_orders, unnamed
 from ullage.checkpoint.zero.folder import record_table
@@ -133,7 +133,8 @@ def read_trainer(folder: Path, orders: Callable[[], list[Order]] | None = None) 
     if found.problem is None and not any(found.names):
         found.problem = unnamed(OPTIMIZER, "no parameter")
     known = base.details.buffers_known
-    details = found.details(settings_file=source, global_step=steps_taken(folder), buffers_known=known)
+    schedule, step = schedule_beside(folder), steps_taken(folder)
+    details = found.details(settings_file=source, scheduler=schedule, global_step=step, buffers_known=known)
     group_of = {name: index for index, names in enumerate(found.names) for name in names}
     tensors = assign_groups(base.tensors, group_of)
     problems = () if found.problem is None else (found.problem,)
