@@ -169,12 +169,13 @@ def dcp_targets(inventory: Inventory, *, dtype: str | None = None, optimizer: bo
         aliases = tied.get(path[1], ()) if path[0] == "model" else ()
         writer.add([path, *(("model", alias) for alias in aliases)], value)
     writer.close()
-    states = states_text({"scheduler": schedule_of(inventory)}) if optimizer else None
+    schedule = schedule_of(inventory) if optimizer else None
+    states = None if schedule is None else states_text({"scheduler": schedule})
     return [*writer.targets, writer.metadata(), *([] if states is None else [text_file(STATES, states)])]
 
 
 def states_text(states: dict[str, Any]) -> bytes | None:
-    """The file of states beside model and optimizer; None where they are not plain data, or there are none."""
+    """The file of states beside model and optimizer; None where they are not plain data."""
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, dict):  # JSON would write another key, without a word
@@ -183,8 +184,7 @@ def states_text(states: dict[str, Any]) -> bytes | None:
             return all(map(is_plain, value))
         return value is None or isinstance(value, (str, int, float))
 
-    there = any(state is not None for state in states.values()) or not states
-    return json.dumps(states).encode() if there and is_plain(states) else None
+    return json.dumps(states).encode() if is_plain(states) else None
 
 
 def items(

@@ -18,6 +18,7 @@ import json
 import logging
 import pickle
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ from ullage.engines.fsdp.optimizer import OptimizerLoader, optimizer_state
 from ullage.engines.fsdp.parallel import parallel_of
 from ullage.engines.fsdp.weights import saved_names, without_adapter
 from ullage.ranks import Axis, together
-from ullage.ranks.world import rank_here, require_same_folder
+from ullage.ranks.world import gather, rank_here, require_same_folder
 from ullage.training.saving.checkpoints import require_same_model
 from ullage.training.saving.damage import examine
 from ullage.training.saving.staging import not_written, old_of, recover, write_into, write_whole
@@ -97,7 +98,7 @@ def load(
     """Fill model and optimizer from a folder that :func:`save` wrote on any layout, or from any other checkpoint.
 
     A checkpoint of another format (DeepSpeed's, a plain Trainer's ``checkpoint-N``, safetensors) is converted first,
-    into ``_NAME.dcp`` beside it, which is removed again.
+    into a folder ``_NAME.dcp-...`` beside it, which is removed again.
 
     Args:
         folder: the checkpoint, the same on every rank.
@@ -164,11 +165,11 @@ def _in_torchs_format(folder: Path, model: Any, optimizer: bool) -> Iterator[Pat
         if (own / ".metadata").is_file():
             yield own
             return
-    converted = folder.with_name(f"_{folder.name}.dcp")
+    # Another job may be loading it too: each has a folder of its own.
+    converted = folder.with_name(f"_{folder.name}.dcp-{gather(uuid.uuid4().hex[:8])[0]}")
     try:
         with together(Axis.world(), "converting a checkpoint for FSDP2"):
             if rank_here() == 0:
-                shutil.rmtree(converted, ignore_errors=True)
                 inventory = read(folder)
                 if inventory.format == "trainer":  # whose optimizer's state is by number, in an order of the model's
                     inventory = read_trainer(inventory.folder, lambda: _orders(model, (folder / ADAPTER).is_file()))
