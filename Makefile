@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu bench-gpu campaign compat test-core models watch release-check lint types docs clean
+.PHONY: help install quickstart test test-slow test-gpu gpu-first bench-gpu campaign compat test-core models watch release-check lint types docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -69,6 +69,9 @@ test-core:  ## the tests that need no PyTorch, in an environment without it: mak
 
 test-gpu:  ## the CUDA paths against the CPU's numbers, with the torch that this machine has; nothing is installed
 	@$(PYTHON) tests/gpu/run.py $(PYTEST_ARGS)
+
+gpu-first:  ## the first ten minutes on a GPU: right or wrong, a Llama of a billion parameters, attention; OUT=FOLDER
+	@$(PYTHON) tests/gpu/first.py
 
 bench-gpu:  ## speed and memory on this machine's GPU beside their rivals; nothing is installed; ARGS="--cases attention"
 	@$(PYTHON) -m benchmarks.gpu $(ARGS)

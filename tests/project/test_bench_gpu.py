@@ -1,11 +1,15 @@
-"""``make bench-gpu``: nothing is claimed without a GPU, every case runs on a CPU but for CUDA, and the page has the newest results."""
+"""``make bench-gpu`` and ``make gpu-first``: nothing is claimed without a GPU, all of it but CUDA runs on a CPU, and the page has the newest results."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu import record
+from tests.gpu import first
 
 
 def test_the_page_says_what_the_newest_results_say():
@@ -24,6 +28,26 @@ def test_no_gpu_is_said_in_one_line_and_nothing_is_written(monkeypatch, capsys):
     assert capsys.readouterr().out == "no GPU: nothing was measured\n"
     monkeypatch.setenv("REQUIRE_GPU", "1")
     assert bench.main(["--cases", "attention"]) == 5
+
+
+@pytest.mark.slow
+def test_a_part_of_the_first_minutes_runs_without_what_a_bare_machine_lacks(tmp_path, monkeypatch):
+    monkeypatch.setenv("ULLAGE_TEST_DEVICE", "cpu")
+    asked = "import importlib.util as u; print([u.find_spec(name) is None for name in ('datasets', 'trl', 'torch')])"
+    environment = {**os.environ, "PYTHONPATH": str(first.BARE)}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, True, False]\n"
+    files = "tests/gpu/test_engines.py -k 'unpacked or zero'"
+    part = first.Part("some", 1.5, f"{first.PARTS[0].command.partition(' tests/gpu/test_')[0]} {files}")
+    assert first._run(part, tmp_path, True) == 0
+    lines = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
+    outcome = {line["test"].rpartition("::")[2]: line["outcome"] for line in lines}
+    assert outcome["test_training_on_the_device_is_the_cpus[trainer, unpacked llama]"] == "passed"
+    why = next(line["why"] for line in lines if line["test"].endswith("[zero]"))
+    assert "deepspeed" in why
+    assert "failed" not in outcome.values()
+    [told] = [json.loads(line) for line in (tmp_path / "parts.jsonl").read_text().splitlines()]
+    assert (told["part"], told["status"]) == ("some", 0)
 
 
 @pytest.mark.matrix
