@@ -183,6 +183,25 @@ def adafactor(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(groups, 1e-2) if kind == "torch" else Adafactor(groups, beta1=0.9)
 
 
+def test_an_order_of_the_models_class_is_taken_only_if_each_state_has_the_shape_of_its_weight(tmp_path: Path):
+    """The optimizer got the layers from the last to the first: as many parameters, and state of other shapes."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    parameters = list(model.parameters())
+    config.architectures = ["LlamaForCausalLM"]
+    for turned, given in ((False, parameters), (True, parameters[::-1])):
+        optimizer = torch.optim.AdamW(given)
+        optimizer.step()
+        folder = saved(tmp_path / str(turned), model, optimizer)
+        config.save_pretrained(folder)
+        assert bool(checkpoint.read(folder).optimizer_problems) is turned
+
+
 @pytest.mark.parametrize("kind", ["torch", "transformers"])
 def test_sums_over_rows_and_columns_are_named_and_go_where_one_process_goes_on(tmp_path: Path, kind: str):
     """Square weights of one shape, whose sums have the shape of a bias: only the model's class knows the names."""

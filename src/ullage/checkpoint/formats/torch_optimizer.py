@@ -174,13 +174,7 @@ def _names(
     if fits(found):
         return found
     for order in orders() if orders is not None and any(map(any, shapes)) else ():
-        # Proven where each state has the shape of the weight that the order gives it, and there is a state at all.
-        pairs = [(name, held) for names, listed in zip(order, shapes) for name, held in zip(names, listed)]
-        as_many = [*map(len, order)] == [*map(len, shapes)]
-        if as_many and all(
-            name in weights and all(may_be_state(key, shape, weights[name].shape) for key, shape in held.items())
-            for name, held in pairs
-        ):
+        if fits(order):  # whether each state has its weight's shape is seen where it is read
             return order
     flat = zip((held for listed in whole for held in listed), (names for listed in told for names in listed))
     held, names = next(((held, names) for held, names in flat if len(names) != 1), (None, []))
