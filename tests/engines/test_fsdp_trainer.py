@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage import InputError
-from ullage.core.errors import DistributedError
+from ullage.core.errors import CheckpointError, DistributedError
 from ullage.engines import fsdp
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
 from ullage.training.step.drawing import StepCounts
@@ -56,6 +57,93 @@ def test_a_step_of_one_process_is_that_of_a_plain_model(tmp_path):
 def test_arguments_that_would_not_be_honoured_are_refused(tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         trainer(tmp_path, **options)
+
+
+def stepped(made, optimizer, without=()):
+    """The optimizer after a step in which some parameters had no gradient."""
+    made(input_ids=torch.arange(3, 12)[None], labels=torch.arange(3, 12)[None]).loss.backward()
+    for name, parameter in made.named_parameters():
+        if name in without:
+            parameter.grad = None
+    optimizer.step()
+    return optimizer
+
+
+def states_of(made, optimizer):
+    """What is held of each parameter, by name and key."""
+    names = {id(parameter): name for name, parameter in made.named_parameters()}
+    held = {names[id(p)]: state for p, state in optimizer.state.items()}
+    return {(name, key): value for name, state in held.items() for key, value in state.items() if value is not None}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_an_optimizer_gets_state_and_settings_by_name_and_keeps_how_it_computes(tmp_path, kind):
+    def optimizer_of(made, **settings):
+        return (torch.optim.AdamW if kind == "adamw" else torch.optim.SGD)(made.parameters(), **settings)
+
+    made = fsdp.parallelize(model())
+    optimizer = stepped(made, optimizer_of(made, lr=1e-3, foreach=True), without=("lm_head.weight",))
+    fsdp.save(tmp_path / "made", made, optimizer)
+    other = fsdp.parallelize(model())
+    loaded = stepped(other, optimizer_of(other, lr=7.0, foreach=False))
+    fsdp.load(tmp_path / "made", other, loaded, hyperparameters=False)
+    assert loaded.param_groups[0]["lr"] == 7.0
+    assert_equal(states_of(other, loaded), states_of(made, optimizer))
+    fsdp.load(tmp_path / "made", other, loaded)
+    assert (loaded.param_groups[0]["lr"], loaded.param_groups[0]["foreach"]) == (1e-3, False)
+    assert_equal(dict(other.state_dict()), dict(made.state_dict()))
+
+
+class Unlisted(LlamaForCausalLM):
+    """A class that transformers does not have, whose optimizer is of two groups."""
+
+
+def test_a_trainers_folder_of_a_class_that_transformers_lacks_is_read_in_the_order_of_the_model(tmp_path):
+    torch.manual_seed(1)
+    plain = trainer(tmp_path / "run", Unlisted(model().config), max_steps=2, save_strategy="steps", save_steps=2)
+    plain.train()
+    made = fsdp.parallelize(Unlisted(model().config))
+    names = transformers.Trainer.get_decay_parameter_names(None, made)
+    named = list(made.named_parameters())
+    groups = [{"params": [p for n, p in named if (n in names) is decays]} for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=7.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    fsdp.load(tmp_path / "run" / "checkpoint-2", made, optimizer, scheduler=schedule)
+    assert_equal(states_of(made, optimizer), states_of(plain.model, plain.optimizer.optimizer))
+    assert schedule.last_epoch == 2
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
+
+
+def test_weights_of_a_larger_model_or_of_other_sizes_are_refused_and_a_new_optimizer_stays_new(tmp_path):
+    def config(**sizes):
+        return LlamaConfig(**{**model().config.to_dict(), **sizes})
+
+    made = fsdp.parallelize(model())
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-2, momentum=0.9)
+    for name, sizes, message in (
+        ("larger", {"num_hidden_layers": 2}, "the checkpoint is of a larger model .*layers.1.*"),
+        ("wider", {"intermediate_size": 48}, r"has another size .*expected \[32, 16\], found \[48, 16\]"),
+    ):
+        LlamaForCausalLM(config(**sizes)).save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").unlink()  # which would tell
+        with pytest.raises(CheckpointError, match=message):
+            fsdp.load(tmp_path / name, made)
+        with torch.device("meta"):
+            empty = model()
+        with pytest.raises(CheckpointError, match=message):
+            fsdp.parallelize(empty, weights=tmp_path / name)
+    fsdp.save(tmp_path / "adamw", made, stepped(made, torch.optim.AdamW(made.parameters())))
+    with pytest.raises(CheckpointError, match="lacks what the optimizer needs"):
+        fsdp.load(tmp_path / "adamw", made, optimizer)
+    assert not optimizer.state
+    fsdp.save(tmp_path / "alone", made)
+    with pytest.raises(CheckpointError, match="holds no optimizer"):
+        fsdp.load(tmp_path / "alone", made, optimizer)
 
 
 def test_a_state_with_other_keys_than_names_is_refused_before_anything_is_written(tmp_path):
