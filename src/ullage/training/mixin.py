@@ -193,11 +193,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         if collator is not None and collator is not self.data_collator:
             self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""
-        with fsdp.sharding_on_cpus(self.args):
-            super().create_accelerator_and_postprocess()
-
     # The run.
 
     def train(
@@ -320,12 +315,12 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             whole = not self.is_deepspeed_enabled and not self.is_fsdp_enabled
             if whole and load_renamed(self.model if model is None else model, Path(resume_from_checkpoint)):
                 return
-            with fsdp.read_as_written(self.accelerator, Path(resume_from_checkpoint)):
+            with fsdp.read_as_written(self.accelerator, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self._continuation.loads_optimizer(checkpoint):
-            with fsdp.read_as_written(self.accelerator, None if checkpoint is None else Path(checkpoint)):
+            with fsdp.read_as_written(self.accelerator, checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # Batches on their way to the model.
