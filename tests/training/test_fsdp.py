@@ -101,7 +101,7 @@ def test_the_files_of_a_full_state_dict_are_a_checkpoint(tmp_path):
     for name in ("trainer_state.json", "pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "rng_state.pth"):
         (tmp_path / name).write_text("{}")
     require_checkpoint(tmp_path)
-    assert state_notes(tmp_path) == []
+    assert state_notes(tmp_path, None) == []
 
 
 def assert_equal(result, alone, first=0):

@@ -49,19 +49,13 @@ from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
 _STATE = "trainer_state.json"
-#: What holds a model's weights, or says where they are.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "pytorch_model_fsdp.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
-#: Files of a checkpoint that look as if they held weights.
+_WEIGHTS = "model.safetensors"
+#: What a plain Trainer writes of its optimizer, in files of these names.
+OPTIMIZER = ("optimizer.pt", "scheduler.pt")
+#: Files of a checkpoint that hold no weights, by the beginnings and the ends of their names; the last two are of
+#: tokenizers.
 _NO_WEIGHTS = ("optimizer.", "scheduler.", "scaler.", "rng_state", "training_args.", "latest")
-_TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
+_TEXTS = (".json", ".txt", ".md", ".jinja", ".py", ".model", ".spm")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -286,13 +280,29 @@ def require_saved(model: Any) -> None:
         )
 
 
+def missing_in(checkpoint: Path) -> list[str]:
+    """What a checkpoint lacks of a Trainer's state, weights, optimizer's state and schedule, by a plain one's names.
+
+    Goes by the names of files alone. Weights may have any; DeepSpeed and FSDP keep them, and the optimizer's state, in
+    folders or under names of their own.
+    """
+    files = {path.name for path in checkpoint.glob("*") if path.is_file()}
+    folders = {path.name for path in checkpoint.glob("*") if path.is_dir()}
+    in_folders = "latest" in files or any("optimizer" in name for name in folders)
+    weights = any(not name.startswith(_NO_WEIGHTS) and not name.endswith(_TEXTS) for name in files)
+    there = {
+        _STATE: _STATE in files,
+        _WEIGHTS: weights or in_folders or any("model" in name for name in folders),
+        "optimizer.pt": in_folders or not files.isdisjoint(("optimizer.pt", "optimizer.bin")),
+        "scheduler.pt": in_folders or "scheduler.pt" in files,
+    }
+    return [name for name, is_there in there.items() if not is_there]
+
+
 def _require_written(place: Path) -> None:
     """Raise ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
-    files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
-    weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
-    missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
-    if missing:
-        raise not_written(place, missing)
+    if missing := [name for name in missing_in(place) if name not in OPTIMIZER]:
+        raise not_written(place, ["weights" if name == _WEIGHTS else name for name in missing])
 
 
 def put_back(run_dir: Path) -> None:
@@ -368,31 +378,16 @@ def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     and which checkpoints lie inside or beside it.
     """
     folder = Path(folder)
-    inside = checkpoints_in(folder) if folder.is_dir() else []
-    beside = inside or (checkpoints_in(folder.parent) if folder.parent.is_dir() else [])
-    others = [str(path) for path in beside if path != folder]
+    others = [path for path in checkpoints_in(folder) or checkpoints_in(folder.parent) if path != folder]
     hint = f"take {others[-1]}" if others else "give the folder checkpoint-N of a run, or start without it"
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
         raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found=found, hint=hint)
     if any(name.startswith("_") and name.endswith(".partial") for name in (folder.absolute().parent.name, folder.name)):
         raise CheckpointError("this checkpoint was never finished", where=str(folder), hint=hint)
-    missing = [name for name in (_STATE,) if not (folder / name).is_file()]
-    sharded = any("optimizer" in path.name or "model" in path.name for path in folder.iterdir() if path.is_dir())
-    deepspeed = (folder / "latest").is_file()
-    if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
-        missing.append("model.safetensors")
-    if optimizer and not (deepspeed or sharded):
-        missing += missing_states(folder)
-    if missing:
+    if missing := [name for name in missing_in(folder) if optimizer or name not in OPTIMIZER]:
         raise incomplete(folder, "this folder is no checkpoint to continue from", missing, hint)
     return folder
-
-
-def missing_states(checkpoint: Path) -> list[str]:
-    """The names of an optimizer's state and a schedule that are not in ``checkpoint``; FSDP's has a name of its own."""
-    there = {"optimizer.pt": ("optimizer.pt", "optimizer.bin"), "scheduler.pt": ("scheduler.pt",)}
-    return [name for name, names in there.items() if not any((checkpoint / each).is_file() for each in names)]
 
 
 def require_folder(arguments: Any) -> None:
