@@ -93,7 +93,7 @@ class WholeCheckpointMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        background = self._background if self._background is not None and self._background.is_on else None
+        background = self._background
         if background is not None:
             background.settle()  # before this save looks at what there is
         run_dir = Path(self._get_output_dir(trial))
@@ -101,8 +101,7 @@ class WholeCheckpointMixin(_Base):
         best_step = self.state.best_global_step
         if best_step:
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
-            # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
-            # here.
+            # Trainer looks for the best checkpoint beside the one it writes, in the staging folder now.
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
@@ -138,7 +137,7 @@ class WholeCheckpointMixin(_Base):
                 with agreement("writing a checkpoint"), one_line(final):
                     memory.move(final.name, staged.staging / final.name)
             finish_whole(staged, _require_written)
-            self._rotate(run_dir, self.args.save_total_limit, best, final)
+            rotate(run_dir, self.args.save_total_limit, best, final)
 
         if background is None or memory is None:
             finish()
@@ -148,13 +147,6 @@ class WholeCheckpointMixin(_Base):
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
-
-    @staticmethod
-    def _rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
-        """Delete older checkpoints. Collective."""
-        with agreement("deleting older checkpoints"):
-            if rank_here() == 0:
-                rotate(run_dir, limit, best, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
@@ -179,10 +171,7 @@ class WholeCheckpointMixin(_Base):
                 self._save(str(staging), whole)
 
         with fsdp.whole_weights(self.accelerator):
-            write_into(
-                output_dir if output_dir is not None else self.args.output_dir or ".",
-                write_weights,
-            )
+            write_into(output_dir if output_dir is not None else self.args.output_dir or ".", write_weights)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -220,7 +209,7 @@ class WholeCheckpointMixin(_Base):
             output = super()._finalize_training(trial, *args, **kwargs)
         best = self.state.best_model_checkpoint
         if best is not None and limit == 1:
-            self._rotate(Path(self._get_output_dir(trial)), 1, best, None)
+            rotate(Path(self._get_output_dir(trial)), 1, best, None)
         return output
 
 
@@ -330,22 +319,25 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
 
     Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
+    Collective.
     """
-    if limit is None or limit <= 0:
-        return
+    with agreement("deleting older checkpoints"):
+        if rank_here() == 0 and limit is not None and limit > 0:
+            for path in _surplus(run_dir, limit, {Path(each).name for each in (keep, best) if each}):
+                # Renamed first: who is killed while it is deleted leaves no half of one under the name of a whole one.
+                away = staging_of(path)
+                shutil.rmtree(away, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    path = path.rename(away)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _surplus(run_dir: Path, limit: int, kept: set[str]) -> list[Path]:
     whole = [path for path in checkpoints_in(run_dir) if not is_damaged(path)]
-    kept = {path.name for path in (keep, Path(best) if best else None) if path is not None}
-    protected = [path for path in whole if path.name in kept]
-    others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
+    others = sorted((path for path in whole if path.name not in kept), key=lambda path: (_written(path), step_of(path)))
     # Protected ones count towards the limit, and stay even where they are more than it allows: of five with a limit of
     # two, of which the best and the newest are protected, three go; with a limit of one, three as well.
-    for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
-        # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
-        away = staging_of(path)
-        shutil.rmtree(away, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            path = path.rename(away)
-        shutil.rmtree(path, ignore_errors=True)
+    return others[: max(0, len(whole) - limit)]
 
 
 def _written(checkpoint: Path) -> float:
