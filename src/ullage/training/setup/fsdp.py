@@ -30,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 
 _FULL, _SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 _ASKED = "ACCELERATE_USE_FSDP"
-#: Sizes of a ``ParallelismConfig`` over which ranks would have to share their samples.
-_SHARED_SAMPLES = ("tp_size", "cp_size", "sp_size")
 
 
 def is_asked_for(arguments: Any) -> bool:
@@ -68,7 +66,7 @@ def _require_data_parallel(arguments: Any) -> None:
         sizes = ParallelismConfig()
     if sizes is None:
         return
-    for name in _SHARED_SAMPLES:
+    for name in ("tp_size", "cp_size", "sp_size"):  # over which ranks would have to share their samples
         if getattr(sizes, name, 1) > 1:  # accelerate has sp_size since 1.12
             raise InputError(
                 f"{name} is not honoured: every rank trains on samples of its own here",
@@ -89,9 +87,8 @@ def _require_data_parallel(arguments: Any) -> None:
 
 def require_sharding(trainer: transformers.Trainer) -> None:
     """Raise ``InputError`` on every rank where FSDP was asked for and the trainer's accelerator does not shard."""
-    if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:
-        if trainer.is_fsdp_xla_enabled:
-            return
+    shards = trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
+    if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not shards:
         raise InputError(
             "fsdp was asked for, but accelerate does not shard here: every rank would hold the whole model",
             where="TrainingArguments.fsdp",
