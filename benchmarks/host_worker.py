@@ -47,6 +47,7 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
+    from tests.support.fsdp_on_cpus import shard_on_cpus
     from ullage.engines import fsdp
     from ullage.ranks import lost
     from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
@@ -70,6 +71,7 @@ def main(folder: str, layout: str, form: str, steps: str) -> None:
     if layout == "fsdp2" and form == "packed":
         model = fsdp.parallelize(model, fsdp.make_topology())
     elif layout == "fsdp2":
+        shard_on_cpus()
         more |= {
             "fsdp": "full_shard",
             "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},

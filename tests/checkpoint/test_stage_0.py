@@ -79,7 +79,7 @@ def test_a_zero_folder_that_lost_its_shards_is_not_taken_for_stage_0(tmp_path):
 
 
 def test_a_checkpoint_of_stage_0_is_read_by_a_run_without_deepspeed(tmp_path):
-    from ullage.training.saving.continuing import ZeroConfig, conversion_for
+    from ullage.training.deepspeed.continuing import ZeroConfig, conversion_for
 
     written = real_zero.write(tmp_path / "run", Recipe(stage=0, dp=1, groups=DISTINCT))
     conversion = conversion_for(written.folder, ZeroConfig(0, 1))

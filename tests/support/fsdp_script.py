@@ -1,6 +1,7 @@
 """Training under ``--fsdp``, packed, in float64; run by torchrun: ``fsdp_script.py FOLDER '{case: options}'``.
 
-``kind``: one of ``MAKERS``. ``environ``: variables for this case. The other options are those of the arguments.
+``kind``: one of ``MAKERS``. ``environ``: variables for this case. ``is_patched``: whether Trainers shard on CPUs. The other
+options are those of the arguments.
 """
 
 import os
@@ -10,10 +11,12 @@ from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, TrainerCallback
+from transformers import Trainer as TheirTrainer
 
 from tests.support import packing_script, trl_cases
 from tests.support.small_runs import local_bytes, logged, quiet, serve
 from ullage.core.errors import UllageError
+from ullage.core.replacing import replaced
 from ullage.training import RaggedCollator, Trainer
 
 FSDP = {"fsdp": True}
@@ -125,5 +128,13 @@ def run(folder, kind="llama", resume=None, first=False, saved=None, environ=(), 
                 os.environ[name] = value
 
 
+def run_case(folder, case, is_patched=True, **options):
+    """``run`` in a folder of its own."""
+    name = "create_accelerator_and_postprocess"
+    make = getattr(TheirTrainer, name)
+    with replaced(TheirTrainer, name, make if is_patched else make.__wrapped__):
+        return run(f"{folder}/{case}", **options)
+
+
 if __name__ == "__main__":
-    serve(lambda folder, case, **options: run(f"{folder}/{case}", **options), UllageError)
+    serve(run_case, UllageError)

@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from tests.support.fsdp_on_cpus import shard_on_cpus
 from tests.support.launch import torchrun
 from ullage.training import TrainingArguments
 
@@ -77,8 +78,9 @@ def serve(run, *told):
     """A script's rank under a launcher: ``SCRIPT FOLDER CASES`` writes what ``run(folder, *case)`` gives for each case.
 
     ``CASES`` are a list or a dict of lists, of which a last dict becomes keywords; or null for one call without a case.
-    ``told``: errors that a case gives as its result.
+    ``told``: errors that a case gives as its result. Where a case asks for FSDP, it shards on CPUs.
     """
+    shard_on_cpus()
     folder, cases = sys.argv[1], json.loads(sys.argv[2])
 
     def result(case):

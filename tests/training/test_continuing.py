@@ -18,8 +18,8 @@ from ullage import checkpoint
 from ullage.core.errors import CheckpointError, InputError
 from ullage.training.deepspeed import checkpoints_loaded_by, load_universal
 from ullage.training.deepspeed.content import prefers_universal, shared_content, universal_at
+from ullage.training.deepspeed.continuing import ZeroConfig, conversion_for
 from ullage.training.deepspeed.loading import load_optimizer, load_weights
-from ullage.training.saving.continuing import ZeroConfig, conversion_for
 
 
 @pytest.fixture(scope="module")

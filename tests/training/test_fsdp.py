@@ -1,15 +1,11 @@
-"""``--fsdp`` under our Trainer: what is asked for is done, on CPUs too, or refused."""
+"""``--fsdp`` under our Trainer: what is asked for is done, or refused. Tests shard on CPUs (``support/fsdp_on_cpus.py``)."""
 
-import contextlib
 import logging
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from tests.support import fsdp_script
@@ -30,10 +26,10 @@ SEQUENCES = {"per_token": False, **UNPACKED}
 TINY = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def asked(kind=DistributedType.MULTI_CPU, **options):
-    """Arguments of a process in a group of this kind."""
-    defaults = {"fsdp": True, "fsdp_config": {}, "fsdp_plugin_args": {"fsdp_version": 2}, "device": torch.device("cpu")}
-    return SimpleNamespace(distributed_state=SimpleNamespace(distributed_type=kind), **{**defaults, **options})
+def asked(**options):
+    """Arguments of a process among others on CPUs."""
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    return SimpleNamespace(distributed_state=state, **{"fsdp": True, "fsdp_config": {}, **options})
 
 
 def test_one_process_has_nothing_to_shard_over(tmp_path, caplog, monkeypatch):
@@ -43,21 +39,6 @@ def test_one_process_has_nothing_to_shard_over(tmp_path, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "ullage"):
         fsdp.require_possible(TrainingArguments(str(tmp_path)))
     assert "ACCELERATE_USE_FSDP is set, and one process holds the whole model" in caplog.text
-
-
-def test_version_1_is_refused_on_cpus_however_it_is_asked_for(monkeypatch):
-    fsdp.require_possible(asked())
-    fsdp.require_possible(
-        asked(DistributedType.MULTI_GPU, fsdp_plugin_args={"fsdp_version": 1}, device=torch.device("cuda"))
-    )
-    with pytest.raises(InputError, match=r"version 1 of FSDP does not shard on CPUs .*fsdp_config"):
-        fsdp.require_possible(asked(fsdp_plugin_args={"fsdp_version": 1}))
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.delenv("FSDP_VERSION", raising=False)
-    with pytest.raises(InputError, match=r"\(FSDP_VERSION\): expected 2, found 1"):
-        fsdp.require_possible(asked(fsdp=False, fsdp_plugin_args=None))
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    fsdp.require_possible(asked(fsdp=False, fsdp_plugin_args=None))
 
 
 @pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
@@ -77,20 +58,18 @@ def test_a_size_of_shards_without_fsdp_is_refused():
         fsdp.require_possible(asked(fsdp=False, parallelism_config=sizes))
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_a_process_group_is_what_it_was_where_no_accelerator_is_made(made, monkeypatch):
-    """Or where one was made before, which settles that nothing is sharded."""
-    before = {"distributed_type": DistributedType.MULTI_CPU} if made else {}
-    monkeypatch.setattr(AcceleratorState, "_shared_state", before)
-    arguments = asked()
-    with contextlib.suppress(ZeroDivisionError), fsdp.sharding_on_cpus(arguments):
-        assert (arguments.distributed_state.distributed_type == DistributedType.MULTI_CPU) is made
-        raise ZeroDivisionError
-    assert arguments.distributed_state.distributed_type == DistributedType.MULTI_CPU
-    trainer = SimpleNamespace(args=arguments, is_fsdp_enabled=False, is_fsdp_xla_enabled=False)
-    trainer.args.world_size, trainer.accelerator = 2, arguments.distributed_state
-    with pytest.raises(InputError, match="accelerate does not shard here"):
+def test_ranks_that_accelerate_does_not_shard_over_are_refused():
+    """Such as those on CPUs, and those of an accelerator that was made before."""
+    trainer = SimpleNamespace(args=asked(world_size=2), is_fsdp_enabled=False, is_fsdp_xla_enabled=False)
+    trainer.accelerator = trainer.args.distributed_state
+    with pytest.raises(InputError) as error:
         fsdp.require_sharding(trainer)
+    assert str(error.value) == (
+        "fsdp was asked for, but accelerate does not shard here: every rank would hold the whole model "
+        "(TrainingArguments.fsdp): expected processes on accelerators, and an Accelerator that the Trainer makes, found "
+        "DistributedType.MULTI_CPU. Leave fsdp out for data parallel training; on CPUs ullage.engines.fsdp shards: "
+        "`ullage train --dp`"
+    )
 
 
 def plugin(**options):
@@ -98,15 +77,14 @@ def plugin(**options):
 
 
 def test_layers_that_hold_the_embeddings_are_left_out():
-    bert, cpu = BertModel(BertConfig(**TINY)), torch.device("cpu")
+    bert = BertModel(BertConfig(**TINY))
     assert "BertEmbeddings" in bert._no_split_modules
-    found = plugin(cpu_offload=True)
-    fsdp._settle_plugin(found, bert, cpu)
+    found = plugin()
+    fsdp._settle_layers(found, bert)
     assert found.transformer_cls_names_to_wrap == ["BertLayer"]
-    assert not isinstance(found.cpu_offload, CPUOffloadPolicy)
     for name, problem in (("BertEmbeddings", "holds the embeddings"), ("LlamaDecoderLayer", "is not in the model")):
         with pytest.raises(InputError, match=f"{name}, which {problem}"):
-            fsdp._settle_plugin(plugin(transformer_cls_names_to_wrap=[name]), bert, cpu)
+            fsdp._settle_layers(plugin(transformer_cls_names_to_wrap=[name]), bert)
 
 
 def test_checkpoints_with_and_without_fsdp_do_not_continue_each_other(tmp_path):
@@ -123,7 +101,7 @@ def test_the_files_of_a_full_state_dict_are_a_checkpoint(tmp_path):
     for name in ("trainer_state.json", "pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "rng_state.pth"):
         (tmp_path / name).write_text("{}")
     require_checkpoint(tmp_path)
-    assert state_notes(tmp_path) == []
+    assert state_notes(tmp_path, None) == []
 
 
 def assert_equal(result, alone, first=0):
@@ -148,7 +126,6 @@ def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     folder = str(tmp_path / "whole" / "checkpoint-3")
     cases = {
-        "refused": {"fsdp": True, "fsdp_config": {"version": 1}},
         "whole": {**FSDP, **saving, "first": True, "saved": str(tmp_path / "model")},
         "resumed": {**FSDP, "resume": folder},
         # By accelerate's environment, with sharded checkpoints, and from a checkpoint that is not.
@@ -157,6 +134,8 @@ def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):
         "other form": {"environ": ENVIRON, "resume": folder, "saved": str(tmp_path / "other")},
         "replicated": {**FSDP, "replicas": 2, "packing_coalesce_gradients": False},
         "plain": {},
+        # Last, because accelerate's constructor leaves its wish in the environment.
+        "refused": {**FSDP, "is_patched": False},
     }
     alone = run(str(tmp_path / "alone"), first=True)
     assert len(alone["losses"]) == STEPS
@@ -173,8 +152,10 @@ def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):
     for name, case in (("model", "whole"), ("other", "other form")):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert [float(p.detach().sum()) for p in loaded.parameters()] == found[case]["sums"]
-    assert all(rank["refused"]["error"].startswith("InputError: version 1") for rank in ranks)
-    # What was asked for once is not asked for later: the last case is data parallel.
+    assert all(
+        rank["refused"]["error"].startswith("InputError: fsdp was asked for, but accelerate does not") for rank in ranks
+    )
+    # What was asked for once is not asked for later: this case is data parallel.
     assert not found["plain"]["sharded"]
     assert found["plain"]["kept"] == []
 
@@ -184,7 +165,7 @@ def test_five_packed_steps_on_four_processes_are_those_of_one(tmp_path):
 def test_adapters_classifiers_and_sft_on_two_processes_are_those_on_one(tmp_path):
     checkpointed = {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     cases = {
-        "checkpointed": {**FSDP, "fsdp_config": {**checkpointed, "cpu_offload": True}},
+        "checkpointed": {**FSDP, "fsdp_config": checkpointed},
         "legacy": {"fsdp": "full_shard auto_wrap", "kind": "lora", "save_strategy": "steps", "save_steps": 3},
         "resumed": {**FSDP, "kind": "lora", "resume": str(tmp_path / "legacy" / "checkpoint-3")},
         "classifier": {**FSDP, "kind": "classifier", "fsdp_config": {"cpu_ram_efficient_loading": True}},

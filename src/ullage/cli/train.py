@@ -48,7 +48,7 @@ from ullage.models.by_name import causal_model, has_weights, new_config
 from ullage.models.cells import CELLS
 from ullage.models.configuration import RecurrentConfig
 from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
-from ullage.training.saving.checkpoints import WEIGHT_FILES, checkpoints_in, newest_unharmed
+from ullage.training.saving.checkpoints import checkpoints_in, newest_unharmed
 from ullage.training.setup.arguments import form_process_group
 from ullage.training.step.metering import num_parameters
 from ullage.training.step.stopping import EarlyEnd, takes_sigterm
@@ -231,7 +231,8 @@ def record_of(said: dict[str, Any], folder: Path) -> dict[str, Any]:
     there, here = record.get("settings", {}), decided(said)
     pairs = {name: (there.get(name), here.get(name)) for name in sorted({*there, *here})}
     changed = [f"{name} {before} there, {now} here" for name, (before, now) in pairs.items() if before != now]
-    others = [each.name for each in (*checkpoints_in(folder), *map(folder.joinpath, WEIGHT_FILES)) if each.exists()]
+    weights = (path for kind in ("safetensors", "bin") for path in folder.glob(f"*model.{kind}*"))
+    others = [each.name for each in (*checkpoints_in(folder), *weights)]
     is_told = {"resume_from_checkpoint", "overwrite_output_dir"} & {*said}
     if (changed if record else others) and not is_told:
         for name in {"data", "eval_data"} & {*said}:  # what is not there is said first

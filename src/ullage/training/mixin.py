@@ -10,7 +10,7 @@ loop. It is the list of the methods that it replaces; each hands on to the objec
 ``Evaluator``       what transformers' evaluation loop is given, and its loss (``evaluation``)
 ``Rehearsal``       evaluates a few samples before the first step (``run``)
 ``CapacityFinder``  finds a capacity by dry runs before the first step (``run``)
-``Continuation``    finds and converts the checkpoint to continue from (``saving``)
+``Continuation``    loads a checkpoint of another layout (``deepspeed.continuing``)
 ``LossRule``        weighs the model's loss by the labels of the step (``step.loss_rule``)
 ``TokenMeter``      counts tokens, padding and FLOPs (``step.metering``)
 ==================  =================================================================================================
@@ -31,6 +31,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_model
 from transformers.utils import logging
@@ -45,6 +47,7 @@ from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.lost import LostRanks
 from ullage.training.batches.packed_batch import SharedPart
 from ullage.training.batches.reading import BatchReader
+from ullage.training.deepspeed.continuing import Continuation, Conversion
 from ullage.training.evaluation import Evaluator
 from ullage.training.loss.divisions import RaggedLabelSmoother
 from ullage.training.run.beginning import advice_for, refuse_dispatching, require_equal_ranks
@@ -58,14 +61,14 @@ from ullage.training.saving.checkpoints import (
     require_folder,
     require_same_model,
 )
-from ullage.training.saving.continuing import Continuation, Conversion
+from ullage.training.saving.resuming import checkpoint_for
 from ullage.training.setup import fsdp
 from ullage.training.setup.arguments import (
     PackingOptions,
     form_process_group,
     global_batch_of,
 )
-from ullage.training.setup.releases import TrainerOfAnyRelease
+from ullage.training.setup.releases import TrainerOfAnyRelease, settle_loss
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource
 from ullage.training.step.loss_rule import LossRule
@@ -127,6 +130,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
     """
 
     packing_loss: str | None = None
+    _begun_at = 0
 
     if not TYPE_CHECKING:
         # For a type checker the constructor is that of the trainer beneath, and so it is for ``inspect.signature``.
@@ -193,11 +197,6 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         if collator is not None and collator is not self.data_collator:
             self.data_collator, self._signature_columns = collator, None  # the columns depend on the collator
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; where FSDP is asked for, it shards on CPUs too."""
-        with fsdp.sharding_on_cpus(self.args):
-            super().create_accelerator_and_postprocess()
-
     # The run.
 
     def train(
@@ -221,12 +220,15 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
             return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval, allow_changed_checkpoint)
 
     def _train(self, resumed: Any, trial: Any, ignore_keys_for_eval: list[str] | None, allow_changed: bool) -> Any:
-        whole = self._continuation.whole_checkpoint(resumed, allow_changed)
+        whole = checkpoint_for(self, resumed, allow_changed)
         checkpoint = whole if isinstance(whole, str) else None
         if checkpoint is not None:
             require_same_model(getattr(self._reader.model, "config", None), checkpoint)
+        state = Path(checkpoint or "") / TRAINER_STATE_NAME
+        self._begun_at = TrainerState.load_from_json(str(state)).global_step if checkpoint and state.is_file() else 0
         self._rehearsal.begin_run(ignore_keys_for_eval)
-        with self._continuation.converted(checkpoint):
+        conversion = None if checkpoint is None else self.conversion_for(checkpoint)
+        with self._continuation.converted(checkpoint, conversion):
             return super().train(whole, trial, ignore_keys_for_eval)
 
     def conversion_for(self, checkpoint: str | Path) -> Conversion | None:
@@ -234,6 +236,9 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
 
         Collective; reads no tensor data, changes nothing.
         """
+        if sharding_of(self.model) is not None:  # it takes any layout
+            return None
+        fsdp.require_readable(Path(checkpoint), self.is_fsdp_enabled)
         return self._continuation.conversion_for(checkpoint)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +304,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return f"the newest whole checkpoint is {newest}: go on from it"
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._continuation.settle_loss()
+        settle_loss(self, self._begun_at)
         self.lost_ranks.end_step(is_quiet=False)
         return super()._finalize_training(*args, **kwargs)
 
@@ -315,17 +320,19 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Those of a sharded model are loaded with the optimizer's state.
         if sharding_of(self.model) is None and not self._continuation.loads_weights(model):
             whole = not self.is_deepspeed_enabled and not self.is_fsdp_enabled
             if whole and load_renamed(self.model if model is None else model, Path(resume_from_checkpoint)):
                 return
-            with fsdp.read_as_written(self.accelerator, Path(resume_from_checkpoint)):
+            with fsdp.read_as_written(self.accelerator, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._continuation.loads_optimizer(checkpoint):
-            with fsdp.read_as_written(self.accelerator, None if checkpoint is None else Path(checkpoint)):
+        # Of a sharded model everything is loaded here, its weights too.
+        if checkpoint is not None and (sharding := sharding_of(self.model)) is not None:
+            sharding.load(Path(checkpoint), self.model, self.optimizer, self.lr_scheduler)
+        elif not self._continuation.loads_optimizer(checkpoint):
+            with fsdp.read_as_written(self.accelerator, checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # Batches on their way to the model.

@@ -49,19 +49,13 @@ from ullage.training.setup import fsdp
 from ullage.training.setup.sharding import sharding_of
 
 _STATE = "trainer_state.json"
-#: What holds a model's weights, or says where they are.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "pytorch_model_fsdp.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
-#: Files of a checkpoint that look as if they held weights.
+_WEIGHTS = "model.safetensors"
+#: What a plain Trainer writes of its optimizer, in files of these names.
+OPTIMIZER = ("optimizer.pt", "scheduler.pt")
+#: Files of a checkpoint that hold no weights, by the beginnings and the ends of their names; the last two are of
+#: tokenizers.
 _NO_WEIGHTS = ("optimizer.", "scheduler.", "scaler.", "rng_state", "training_args.", "latest")
-_TEXTS = (".json", ".txt", ".md", ".jinja", ".py")
+_TEXTS = (".json", ".txt", ".md", ".jinja", ".py", ".model", ".spm")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -99,7 +93,7 @@ class WholeCheckpointMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        background = self._background if self._background is not None and self._background.is_on else None
+        background = self._background
         if background is not None:
             background.settle()  # before this save looks at what there is
         run_dir = Path(self._get_output_dir(trial))
@@ -107,8 +101,7 @@ class WholeCheckpointMixin(_Base):
         best_step = self.state.best_global_step
         if best_step:
             best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
-            # Trainer looks for the best checkpoint beside the one it writes. That is the staging folder now, so look
-            # here.
+            # Trainer looks for the best checkpoint beside the one it writes, in the staging folder now.
             if best == final or best.exists():
                 self.state.best_model_checkpoint = str(best)
 
@@ -144,7 +137,7 @@ class WholeCheckpointMixin(_Base):
                 with agreement("writing a checkpoint"), one_line(final):
                     memory.move(final.name, staged.staging / final.name)
             finish_whole(staged, _require_written)
-            self._rotate(run_dir, self.args.save_total_limit, best, final)
+            rotate(run_dir, self.args.save_total_limit, best, final)
 
         if background is None or memory is None:
             finish()
@@ -154,13 +147,6 @@ class WholeCheckpointMixin(_Base):
         if self._push_later is not None:
             self._push_later = None
             self._push_from_checkpoint(str(final))
-
-    @staticmethod
-    def _rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None) -> None:
-        """Delete older checkpoints. Collective."""
-        with agreement("deleting older checkpoints"):
-            if rank_here() == 0:
-                rotate(run_dir, limit, best, keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that ``from_pretrained`` reads it; the files replace older ones when all are written.
@@ -185,10 +171,7 @@ class WholeCheckpointMixin(_Base):
                 self._save(str(staging), whole)
 
         with fsdp.whole_weights(self.accelerator):
-            write_into(
-                output_dir if output_dir is not None else self.args.output_dir or ".",
-                write_weights,
-            )
+            write_into(output_dir if output_dir is not None else self.args.output_dir or ".", write_weights)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -226,7 +209,7 @@ class WholeCheckpointMixin(_Base):
             output = super()._finalize_training(trial, *args, **kwargs)
         best = self.state.best_model_checkpoint
         if best is not None and limit == 1:
-            self._rotate(Path(self._get_output_dir(trial)), 1, best, None)
+            rotate(Path(self._get_output_dir(trial)), 1, best, None)
         return output
 
 
@@ -286,13 +269,29 @@ def require_saved(model: Any) -> None:
         )
 
 
+def missing_in(checkpoint: Path) -> list[str]:
+    """What a checkpoint lacks of a Trainer's state, weights, optimizer's state and schedule, by a plain one's names.
+
+    Goes by the names of files alone. Weights may have any; DeepSpeed and FSDP keep them, and the optimizer's state, in
+    folders or under names of their own.
+    """
+    files = {path.name for path in checkpoint.glob("*") if path.is_file()}
+    folders = {path.name for path in checkpoint.glob("*") if path.is_dir()}
+    in_folders = "latest" in files or any("optimizer" in name for name in folders)
+    weights = any(not name.startswith(_NO_WEIGHTS) and not name.endswith(_TEXTS) for name in files)
+    there = {
+        _STATE: _STATE in files,
+        _WEIGHTS: weights or in_folders or any("model" in name for name in folders),
+        "optimizer.pt": in_folders or not files.isdisjoint(("optimizer.pt", "optimizer.bin")),
+        "scheduler.pt": in_folders or "scheduler.pt" in files,
+    }
+    return [name for name, is_there in there.items() if not is_there]
+
+
 def _require_written(place: Path) -> None:
     """Raise ``CheckpointError`` if a checkpoint of the Trainer lacks its state, or all weights."""
-    files = (path for path in place.rglob("*") if path.is_file() and path.suffix not in _TEXTS)
-    weights = (path for path in files if not path.name.startswith(_NO_WEIGHTS))
-    missing = [what for what, there in ((_STATE, (place / _STATE).is_file()), ("weights", any(weights))) if not there]
-    if missing:
-        raise not_written(place, missing)
+    if missing := [name for name in missing_in(place) if name not in OPTIMIZER]:
+        raise not_written(place, ["weights" if name == _WEIGHTS else name for name in missing])
 
 
 def put_back(run_dir: Path) -> None:
@@ -320,22 +319,25 @@ def rotate(run_dir: Path, limit: int | None, best: str | None, keep: Path | None
     """Delete the oldest checkpoints until ``limit`` are left; ``best`` and ``keep`` stay, and so do damaged ones.
 
     Damaged ones are not counted. Age is the time of writing, because a run that went back writes lower steps again.
+    Collective.
     """
-    if limit is None or limit <= 0:
-        return
+    with agreement("deleting older checkpoints"):
+        if rank_here() == 0 and limit is not None and limit > 0:
+            for path in _surplus(run_dir, limit, {Path(each).name for each in (keep, best) if each}):
+                # Renamed first: who is killed while it is deleted leaves no half of one under the name of a whole one.
+                away = staging_of(path)
+                shutil.rmtree(away, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    path = path.rename(away)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _surplus(run_dir: Path, limit: int, kept: set[str]) -> list[Path]:
     whole = [path for path in checkpoints_in(run_dir) if not is_damaged(path)]
-    kept = {path.name for path in (keep, Path(best) if best else None) if path is not None}
-    protected = [path for path in whole if path.name in kept]
-    others = sorted((path for path in whole if path not in protected), key=lambda path: (_written(path), step_of(path)))
+    others = sorted((path for path in whole if path.name not in kept), key=lambda path: (_written(path), step_of(path)))
     # Protected ones count towards the limit, and stay even where they are more than it allows: of five with a limit of
     # two, of which the best and the newest are protected, three go; with a limit of one, three as well.
-    for path in others[: max(0, len(whole) - max(limit, len(protected)))]:
-        # Renamed first: who is killed while it is deleted leaves no half of a checkpoint under the name of a whole one.
-        away = staging_of(path)
-        shutil.rmtree(away, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            path = path.rename(away)
-        shutil.rmtree(path, ignore_errors=True)
+    return others[: max(0, len(whole) - limit)]
 
 
 def _written(checkpoint: Path) -> float:
@@ -368,31 +370,16 @@ def require_checkpoint(folder: str | Path, optimizer: bool = True) -> Path:
     and which checkpoints lie inside or beside it.
     """
     folder = Path(folder)
-    inside = checkpoints_in(folder) if folder.is_dir() else []
-    beside = inside or (checkpoints_in(folder.parent) if folder.parent.is_dir() else [])
-    others = [str(path) for path in beside if path != folder]
+    others = [path for path in checkpoints_in(folder) or checkpoints_in(folder.parent) if path != folder]
     hint = f"take {others[-1]}" if others else "give the folder checkpoint-N of a run, or start without it"
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing there"
         raise CheckpointError("this is no checkpoint", where=str(folder), expected="a folder", found=found, hint=hint)
     if any(name.startswith("_") and name.endswith(".partial") for name in (folder.absolute().parent.name, folder.name)):
         raise CheckpointError("this checkpoint was never finished", where=str(folder), hint=hint)
-    missing = [name for name in (_STATE,) if not (folder / name).is_file()]
-    sharded = any("optimizer" in path.name or "model" in path.name for path in folder.iterdir() if path.is_dir())
-    deepspeed = (folder / "latest").is_file()
-    if not (any((folder / name).is_file() for name in WEIGHT_FILES) or sharded or deepspeed):
-        missing.append("model.safetensors")
-    if optimizer and not (deepspeed or sharded):
-        missing += missing_states(folder)
-    if missing:
+    if missing := [name for name in missing_in(folder) if optimizer or name not in OPTIMIZER]:
         raise incomplete(folder, "this folder is no checkpoint to continue from", missing, hint)
     return folder
-
-
-def missing_states(checkpoint: Path) -> list[str]:
-    """The names of an optimizer's state and a schedule that are not in ``checkpoint``; FSDP's has a name of its own."""
-    there = {"optimizer.pt": ("optimizer.pt", "optimizer.bin"), "scheduler.pt": ("scheduler.pt",)}
-    return [name for name, names in there.items() if not any((checkpoint / each).is_file() for each in names)]
 
 
 def require_folder(arguments: Any) -> None:

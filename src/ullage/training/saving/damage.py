@@ -124,9 +124,7 @@ def is_damaged(checkpoint: Path) -> bool:
     if (checkpoint / MARK).exists():
         return True
     manifest = read_manifests(checkpoint)
-    if manifest is None:
-        return False
-    return bool(manifest.damage or misplaced(checkpoint, manifest.files))
+    return manifest is not None and bool(manifest.damage or misplaced(checkpoint, manifest.files))
 
 
 def remember(finding: Finding) -> None:
@@ -144,11 +142,8 @@ def remember(finding: Finding) -> None:
 
 def name_for_damaged(checkpoint: Path) -> Path:
     """The first of ``checkpoint.damaged``, ``checkpoint.damaged2``, ... that is free."""
-    for count in itertools.count(1):
-        path = checkpoint.with_name(f"{checkpoint.name}.damaged{count if count > 1 else ''}")
-        if not path.exists():
-            return path
-    raise AssertionError
+    names = (f"{checkpoint.name}.damaged{count if count > 1 else ''}" for count in itertools.count(1))
+    return next(path for path in map(checkpoint.with_name, names) if not path.exists())
 
 
 def _cut(path: Path) -> str | None:

@@ -6,17 +6,60 @@ is returned, in lines: the command line says them, the Trainer logs them.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.dropout import _DropoutNd
 
 from ullage.core.errors import CheckpointError
-from ullage.ranks.world import agreement, gather, rank_here
-from ullage.training.saving.checkpoints import checkpoints_in, missing_states, require_checkpoint, step_of
+from ullage.ranks.world import agreement, gather, rank_here, several_ranks
+from ullage.training.saving.checkpoints import (
+    OPTIMIZER,
+    checkpoints_in,
+    missing_in,
+    put_back,
+    require_checkpoint,
+    step_of,
+)
 from ullage.training.saving.damage import Finding, examine, remember
+from ullage.training.saving.staging import require_shared
+
+if TYPE_CHECKING:
+    import transformers
+
+_LOG = logging.getLogger(__name__)
 
 _ALLOW = "--allow_changed_checkpoint, or train(allow_changed_checkpoint=True)"
+
+
+def checkpoint_for(trainer: transformers.Trainer, asked: Any, allow_changed: bool) -> Any:
+    """The checkpoint that a run resumes from, known to be whole; ``asked`` is as for ``train``, or None. Collective.
+
+    Says on rank 0 what it lacks, and which damaged ones are passed over.
+    """
+    args, checkpoint, notes = trainer.args, None, []
+    output, named = Path(args.output_dir or "."), Path(str(asked))
+    is_newest = asked is True or str(asked).lower() == "auto"
+    if is_newest or isinstance(asked, (str, Path)):
+        # A save that was killed between its two renames may have moved the only good checkpoint aside.
+        with agreement("looking for a checkpoint"):
+            if rank_here() == 0:
+                put_back(output if is_newest else named.parent)
+        if is_newest:
+            checkpoint, notes = newest_whole(output, allow_changed=allow_changed, optimizer=False)
+            asked = asked if asked is True else None  # of True transformers says that there is none
+        elif any(gather(named.is_dir())):
+            checkpoint = named
+            notes = require_whole(named, allow_changed=allow_changed)
+    if checkpoint is not None:
+        asked = checkpoint
+        notes += state_notes(checkpoint, trainer.model)
+        for note in notes if args.process_index == 0 else ():
+            _LOG.warning(note)
+    if several_ranks() and args.save_strategy != "no":
+        require_shared(output)
+    return str(asked) if isinstance(asked, Path) else asked
 
 
 def require_whole(checkpoint: Path, *, allow_changed: bool = False) -> list[str]:
@@ -64,20 +107,6 @@ def newest_whole(folder: Path, *, allow_changed: bool = False, optimizer: bool =
     return None, []
 
 
-def noise_note(checkpoint: Path, model: Any) -> str | None:
-    """A note that a model with dropout draws other noise, where ``checkpoint`` is of another number of processes.
-
-    Collective.
-    """
-    written, here = _num_states(checkpoint), len(gather(None))
-    if written in (0, here) or not draws_noise(model):
-        return None
-    return (
-        f"{checkpoint} holds random states of {written} process{'es' if written > 1 else ''}, and this run has {here}: "
-        "dropout goes on with other noise than it would have had, so losses are not the same to rounding"
-    )
-
-
 def draws_noise(model: Any) -> bool:
     """Whether a model has dropout, as its modules or its config say."""
     config = getattr(model, "config", None)
@@ -87,27 +116,25 @@ def draws_noise(model: Any) -> bool:
     return any(part > 0 for part in parts)
 
 
-def _num_states(checkpoint: Path) -> int:
-    """Processes whose random states a checkpoint holds. Collective."""
-    return gather(len(list(checkpoint.glob("rng_state*.pth"))))[0]
-
-
-def state_notes(checkpoint: Path) -> list[str]:
+def state_notes(checkpoint: Path, model: Any) -> list[str]:
     """Notes on what ``checkpoint`` lacks and a Trainer starts again: random states, optimizer, schedule.
 
-    Collective. A checkpoint of another layout says itself what it lacks; those of another number of processes are told
-    by :func:`noise_note`.
+    Random states of another number of processes matter to a ``model`` with dropout only. Collective.
     """
-    notes = []
-    if not _num_states(checkpoint):
+    # As rank 0 sees it.
+    ranks = gather((missing_in(checkpoint), len(list(checkpoint.glob("rng_state*.pth")))))
+    (missing, written), here, notes = ranks[0], len(ranks), []
+    if not written:
         notes.append(
             f"{checkpoint} holds no random states: what is drawn there, such as dropout, goes on from the seed"
         )
-    # As rank 0 sees it.
-    own = gather(missing_states(checkpoint))[0]
-    sharded = any(path.is_dir() and ("optimizer" in path.name) for path in checkpoint.glob("*"))
-    if own and not sharded and not (checkpoint / "latest").is_file() and checkpoint.is_dir():
+    if own := [name for name in missing if name in OPTIMIZER]:
         notes.append(f"{checkpoint} holds no {' and no '.join(own)}: what belongs there begins anew")
+    if written not in (0, here) and draws_noise(model):
+        notes.append(
+            f"{checkpoint} holds random states of {written} process{'es' if written > 1 else ''}, and this run has "
+            f"{here}: dropout goes on with other noise than it would have had, so losses are not the same to rounding"
+        )
     return notes
 
 

@@ -39,10 +39,10 @@ from ullage.training.saving.damage import examine, is_damaged, name_for_damaged
 PARTIAL = "_partial"
 
 _MARK = ".save-"
-_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_LOST = (errno.EIO, *_NO_ROOM)
 #: What libraries say when a file cannot be written, other than OSError.
 _WRITE_FAILED = ("PytorchStreamWriter", "inline_container", "iostream error", "SafetensorError")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 #: A disk with fewer bytes free is full: what did not fit may have left a few blocks.
 _FULL = 2**20
 
@@ -95,8 +95,7 @@ def write_whole(target: str | Path, write: Callable[[Path], None], check: Callab
 def stage_whole(target: str | Path, write: Callable[[Path], None]) -> Staged:
     """The first part of :func:`write_whole`, which has the arguments: write, and leave it to :func:`finish_whole`."""
     target = require_same_folder(Path(target))
-    staging = staging_of(target)
-    return _stage(staging, target, lambda _: write(staging / target.name))
+    return _stage(staging_of(target), target, lambda staging: write(staging / target.name))
 
 
 def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) -> None:
@@ -108,8 +107,7 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
     target, staging = staged.target, staged.staging
     place = staging / target.name
     with agreement("checking what was written"):
-        if not (staging / staged.mark).is_file() or not place.is_dir():
-            raise _vanished(target, staging)
+        _require_there(staged, place)
         if rank_here() == 0 and check is not None:
             check(place)
     # Of the old folder, read in full while it still has its name: a damaged one is set aside, not overwritten.
@@ -126,7 +124,7 @@ def finish_whole(staged: Staged, check: Callable[[Path], None] | None = None) ->
             write_manifest(place, sums.values())
             _flush(place)
             _put(place, target, damaged or is_damaged(target))
-    _clear(staged)
+    _clear(staging)
 
 
 def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
@@ -135,15 +133,14 @@ def write_into(folder: str | Path, write: Callable[[Path], None]) -> None:
     staging = folder / PARTIAL
     staged = _stage(staging, folder, write)
     with agreement("putting files in their place"), one_line(folder):
-        if not (staging / staged.mark).is_file():
-            raise _vanished(folder, staging)
+        _require_there(staged, staging)
         if rank_here() == 0:
             _flush(staging)
             for entry in sorted(staging.iterdir()):
                 # File by file: each is old or new at any moment, but a reader may meet old ones beside new ones.
                 if entry.name != staged.mark:
                     _put(entry, folder / entry.name)
-    _clear(staged)
+    _clear(staging)
 
 
 @dataclass(frozen=True)
@@ -182,50 +179,40 @@ def _stage(staging: Path, target: Path, write: Callable[[Path], None]) -> Staged
             staging.mkdir(parents=True, exist_ok=True)
             (staging / mark).touch()
     with agreement("writing a checkpoint"), one_line(target):
-        require_seen(staging / mark, target)
+        if not (staging / mark).is_file():
+            raise TrainingError(
+                "this host does not see what the host of rank 0 writes",
+                where=f"{target} on {socket.gethostname()}, rank {rank_here()}",
+                expected="a folder that all hosts of the run share",
+                hint="mount one, and give a path in it",
+            )
         write(staging)
     return Staged(target, staging, mark)
 
 
 def require_shared(folder: Path) -> None:
     """Raise on every rank if a host does not see the folder that rank 0 writes to; it is made. Collective."""
-    mark = folder / f"{_MARK}{gather(uuid.uuid4().hex)[0]}"
-    with agreement("making the folder of the run"), one_line(folder):
-        if rank_here() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+    staging = folder / PARTIAL
     try:
-        with agreement("looking for the folder of the run"):
-            require_seen(mark, folder)
+        _stage(staging, folder, lambda _: None)
     finally:
-        if rank_here() == 0:
-            mark.unlink(missing_ok=True)
+        _clear(staging)
 
 
-def require_seen(path: Path, folder: Path) -> None:
-    """Raise ``TrainingError`` if this host does not see the file that rank 0 has just made in ``folder``."""
-    if not path.is_file():
-        raise TrainingError(
-            "this host does not see what the host of rank 0 writes",
-            where=f"{folder} on {socket.gethostname()}, rank {rank_here()}",
-            expected="a folder that all hosts of the run share",
-            hint="mount one, and give a path in it",
-        )
-
-
-def _clear(staged: Staged) -> None:
-    """Remove the staging folder."""
+def _clear(staging: Path) -> None:
     if rank_here() == 0:
-        shutil.rmtree(staged.staging, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _vanished(target: Path, staging: Path) -> CheckpointError:
-    return CheckpointError(
-        "what was written has been removed before it was in its place",
-        where=str(target),
-        expected=f"it in {staging}",
-        hint="another process saves to the same folder; give each a folder of its own",
-    )
+def _require_there(staged: Staged, place: Path) -> None:
+    """Raise ``CheckpointError`` if the folder that was written, or the mark beside it, is not there any more."""
+    if not (staged.staging / staged.mark).is_file() or not place.is_dir():
+        raise CheckpointError(
+            "what was written has been removed before it was in its place",
+            where=str(staged.target),
+            expected=f"it in {staged.staging}",
+            hint="another process saves to the same folder; give each a folder of its own",
+        )
 
 
 def _put(place: Path, target: Path, damaged: bool = False) -> None:
@@ -281,8 +268,7 @@ def one_line(target: Path) -> Iterator[None]:
         if not isinstance(error, OSError) and not any(word in said for word in _WRITE_FAILED):
             raise
         problem, found = "this cannot be written", (error.strerror if isinstance(error, OSError) else None) or said
-        words = _no_room(error, target)
-        if words is not None:
+        if (words := _no_room(error, target)) is not None:
             free = _free_bytes(target)
             beside = "" if free is None else f", {free} bytes free beside what is written of it"
             problem, found = "the disk is full", f"{words}{beside}"

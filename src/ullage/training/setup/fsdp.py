@@ -1,8 +1,4 @@
-"""Sharding by accelerate's FSDP2 (``--fsdp``, ``ACCELERATE_USE_FSDP``), on accelerators and on CPUs.
-
-accelerate's preparation of a model for FSDP2 runs on CPUs as it is: ``fully_shard``, checkpoints, clipping. What keeps
-it from running there is a list: ``AcceleratorState`` looks for a plugin of FSDP only where the process group is of one
-of eight kinds, and that of CPUs is not among them. So while it looks, the group is said to be of another kind.
+"""Sharding by accelerate's FSDP2 (``--fsdp``, ``ACCELERATE_USE_FSDP``): what it refuses, and where it falls short.
 
 Source: accelerate 1.15 ``state.py`` and ``utils/fsdp_utils.py``; transformers 5.23 ``trainer.py``.
 """
@@ -18,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ullage.core.errors import CheckpointError, InputError
+from ullage.core.replacing import replaced
 
 if TYPE_CHECKING:
     import transformers
@@ -34,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 
 _FULL, _SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 _ASKED = "ACCELERATE_USE_FSDP"
-#: Sizes of a ``ParallelismConfig`` over which ranks would have to share their samples.
-_SHARED_SAMPLES = ("tp_size", "cp_size", "sp_size")
 
 
 def is_asked_for(arguments: Any) -> bool:
@@ -63,21 +57,6 @@ def require_possible(arguments: Any) -> None:
             found=1,
             hint="start the script with torchrun --nproc_per_node, or leave fsdp out",
         )
-    on_cpus = state.distributed_type == DistributedType.MULTI_CPU or arguments.device.type == "cpu"
-    if on_cpus and (version := _version(arguments)) != 2:
-        raise InputError(
-            "version 1 of FSDP does not shard on CPUs",
-            where="TrainingArguments.fsdp_config" if arguments.fsdp else "FSDP_VERSION",
-            expected=2,
-            found=version,
-            hint="set fsdp_config={'version': 2}, or FSDP_VERSION=2 where the environment asks for FSDP",
-        )
-
-
-def _version(arguments: Any) -> int:
-    plugin = getattr(arguments, "fsdp_plugin_args", None)
-    # accelerate's own default is 1, transformers' is 2.
-    return int(plugin["fsdp_version"]) if plugin else int(os.environ.get("FSDP_VERSION", "1"))
 
 
 def _require_data_parallel(arguments: Any) -> None:
@@ -87,7 +66,7 @@ def _require_data_parallel(arguments: Any) -> None:
         sizes = ParallelismConfig()
     if sizes is None:
         return
-    for name in _SHARED_SAMPLES:
+    for name in ("tp_size", "cp_size", "sp_size"):  # over which ranks would have to share their samples
         if getattr(sizes, name, 1) > 1:  # accelerate has sp_size since 1.12
             raise InputError(
                 f"{name} is not honoured: every rank trains on samples of its own here",
@@ -106,46 +85,16 @@ def _require_data_parallel(arguments: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def sharding_on_cpus(arguments: Any) -> Iterator[None]:
-    """An accelerator that is made within it shards on CPUs, where ``arguments`` ask for FSDP; else nothing happens.
-
-    Nor does where an accelerator was made before: its kind of training is settled (:func:`require_sharding`).
-    """
-    state: Any = getattr(arguments, "distributed_state", None)
-    if (
-        state is None
-        or state.distributed_type != DistributedType.MULTI_CPU
-        or not is_asked_for(arguments)
-        or AcceleratorState._shared_state
-    ):
-        yield
-        return
-    before = os.environ.get(_ASKED)
-    # All PartialStates share their attributes. AcceleratorState copies the kind, finds it in its list, and replaces it
-    # in both by FSDP.
-    state.distributed_type = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        if state.distributed_type != DistributedType.FSDP:
-            state.distributed_type = DistributedType.MULTI_CPU
-        # The constructor leaves its wish in the environment, where the next Trainer of this process would read it.
-        if before is None:
-            os.environ.pop(_ASKED, None)
-
-
 def require_sharding(trainer: transformers.Trainer) -> None:
     """Raise ``InputError`` on every rank where FSDP was asked for and the trainer's accelerator does not shard."""
-    if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:
-        if trainer.is_fsdp_xla_enabled:
-            return
+    shards = trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
+    if is_asked_for(trainer.args) and trainer.args.world_size > 1 and not shards:
         raise InputError(
             "fsdp was asked for, but accelerate does not shard here: every rank would hold the whole model",
             where="TrainingArguments.fsdp",
-            expected="FSDP",
+            expected="processes on accelerators, and an Accelerator that the Trainer makes",
             found=str(trainer.accelerator.distributed_type),
-            hint="let the Trainer make the Accelerator, or leave fsdp out for data parallel training",
+            hint="leave fsdp out for data parallel training; on CPUs ullage.engines.fsdp shards: `ullage train --dp`",
         )
 
 
@@ -178,7 +127,7 @@ def sharded_once(trainer: transformers.Trainer) -> Iterator[None]:
         finally:
             del accelerator._prepare_fsdp2
         return
-    _settle_plugin(accelerator.state.fsdp_plugin, model, accelerator.device)
+    _settle_layers(accelerator.state.fsdp_plugin, model)
     yield
     # What transformers asks before it generates: ranks whose sequences end early go on calling the model.
     if isinstance(trainer.model, FSDPModule):
@@ -205,37 +154,28 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@contextlib.contextmanager
-def whole_weights(accelerator: Accelerator) -> Iterator[None]:
+def whole_weights(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
     """Within it ``save_model`` writes the weights for ``from_pretrained``, whatever form checkpoints have."""
-    with _state_dicts_as(accelerator, _FULL):
-        yield
+    return _state_dicts_as(accelerator, _FULL)
 
 
-@contextlib.contextmanager
-def read_as_written(accelerator: Accelerator, checkpoint: Path | None) -> Iterator[None]:
+def read_as_written(accelerator: Accelerator, checkpoint: str | Path | None) -> contextlib.AbstractContextManager[None]:
     """Within it FSDP's part of ``checkpoint`` is read in the form that it was written in."""
-    with _state_dicts_as(accelerator, None if checkpoint is None else _form_of(checkpoint)):
-        yield
+    return _state_dicts_as(accelerator, None if checkpoint is None else _form_of(Path(checkpoint)))
 
 
 @contextlib.contextmanager
 def _state_dicts_as(accelerator: Accelerator, form: str | None) -> Iterator[None]:
     """Within it state dicts of FSDP have this form; does nothing for None, and without FSDP."""
-    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if form is None or plugin is None:
         yield
         return
-    before = {name: getattr(plugin, name) for name in names}
-    for name in names[1:]:
-        setattr(plugin, name, None)  # made anew for the form
-    plugin.set_state_dict_type(form)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config"):
+            stack.enter_context(replaced(plugin, name, None))  # the configs are made anew for the form
+        plugin.set_state_dict_type(form)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(plugin, name, value)
 
 
 def _form_of(checkpoint: Path) -> str | None:
@@ -247,7 +187,7 @@ def _form_of(checkpoint: Path) -> str | None:
 
 def require_readable(checkpoint: Path, under_fsdp: bool) -> None:
     """Raise ``CheckpointError`` for a checkpoint of FSDP's continued without it, and the other way round."""
-    written = checkpoint.is_dir() and _form_of(checkpoint)
+    written = _form_of(checkpoint) is not None
     if under_fsdp and checkpoint.is_dir() and not written:
         raise CheckpointError(
             "a checkpoint that was written without FSDP cannot be continued under it",
@@ -266,11 +206,8 @@ def require_readable(checkpoint: Path, under_fsdp: bool) -> None:
         )
 
 
-def _settle_plugin(plugin: Any, model: nn.Module, device: torch.device) -> None:
-    """Complete what accelerate would do with the plugin and fails at. Raises ``InputError`` for what torch refuses."""
-    if device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        # Parameters live on the host as they are. Pinning them would need an accelerator.
-        plugin.cpu_offload = OffloadPolicy()
+def _settle_layers(plugin: Any, model: nn.Module) -> None:
+    """Name the layers that accelerate shards by themselves. Raises ``InputError`` for a class that torch refuses."""
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return
     # accelerate shards the embeddings by themselves, after the layers. A layer that holds them (BertEmbeddings) would

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +102,19 @@ def smoothed_loss(
     return total / count
 
 
-def counts_own_steps() -> bool:
-    """Whether the mean training loss of a run that was resumed is over the steps since then, not over all of them."""
-    return _SCALES  # both came with 5.19
+def settle_loss(trainer: transformers.Trainer, begun_at: int) -> None:
+    """Set the training loss that a run reports which had no step left after ``begun_at``: the mean over its log."""
+    state = trainer.state
+    if not state.global_step == begun_at > 0:
+        return
+    total, before = 0.0, 0
+    for row in state.log_history:
+        if "loss" in row:
+            # A logged loss is the mean over the steps since the last log, so it counts as often as there were steps.
+            total += float(row["loss"]) * (int(row["step"]) - before)
+            before = int(row["step"])
+    # The sum is divided by the steps of this call since 5.19, by 0.001 where there were none, and by all before.
+    trainer._total_loss_scalar = (0.001 if _SCALES else state.global_step) * (total / before if before else math.nan)
 
 
 def recomputed(arguments: transformers.TrainingArguments) -> dict[str, Any] | None:
