@@ -1,11 +1,13 @@
 """A model that parallelize made, under our Trainer from Python: what it refuses, and what ranks have to agree on."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ullage import InputError
+from ullage import InputError, checkpoint
 from ullage.core.errors import CheckpointError, DistributedError
 from ullage.engines import fsdp
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
@@ -99,6 +101,28 @@ def test_an_optimizer_gets_state_and_settings_by_name_and_keeps_how_it_computes(
     assert_equal(dict(other.state_dict()), dict(made.state_dict()))
 
 
+def test_a_tied_weight_gets_the_state_that_was_saved_under_its_other_name(tmp_path):
+    def tied():
+        return LlamaForCausalLM(LlamaConfig(**{**model().config.to_dict(), "tie_word_embeddings": True}))
+
+    made = fsdp.parallelize(tied())
+    optimizer = stepped(made, torch.optim.AdamW(made.parameters(), lr=1e-3))
+    fsdp.save(tmp_path / "first", made, optimizer)
+    first, other = "model.embed_tokens.weight", "lm_head.weight"
+    inventory = checkpoint.read(tmp_path / "first")
+    renamed = [replace(each, name=other) if each.name == first else each for each in inventory.tensors]
+    names = [[other if name == first else name for name in listed] for listed in inventory.details.names]
+    details = replace(inventory.details, names=names)
+    turned = replace(inventory, tensors=tuple(renamed), aliases={first: other}, details=details)
+    checkpoint.convert(turned, tmp_path / "other", format="dcp")  # weights under both names, state under one
+    for folder in (tmp_path / "first", tmp_path / "other"):
+        again = fsdp.parallelize(tied())
+        loaded = torch.optim.AdamW(again.parameters(), lr=7.0)
+        fsdp.load(folder, again, loaded)
+        assert_equal(states_of(again, loaded), states_of(made, optimizer))
+        assert loaded.param_groups[0]["lr"] == 1e-3
+
+
 class Unlisted(LlamaForCausalLM):
     """A class that transformers does not have, whose optimizer is of two groups."""
 
@@ -150,7 +174,9 @@ def test_a_state_with_other_keys_than_names_is_refused_before_anything_is_writte
     made = fsdp.parallelize(model())
     optimizer = torch.optim.SGD(made.parameters(), lr=1e-2)
     schedules = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]), torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    with pytest.raises(InputError, match=r"a state is more than plain numbers, by names \(scheduler\)"):
+    with pytest.raises(
+        InputError, match=r"a state is more than plain numbers by names \(scheduler\): expected numbers"
+    ):
         fsdp.save(tmp_path / "made", made, optimizer, scheduler=schedules[0])
     assert list(tmp_path.iterdir()) == []
     fsdp.save(tmp_path / "made", made, optimizer, scheduler=schedules[1])

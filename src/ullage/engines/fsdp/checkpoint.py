@@ -35,7 +35,7 @@ from ullage.checkpoint.formats.dcp import LAYOUT, states_text
 from ullage.checkpoint.formats.locate import MODEL_AND_OPTIMIZER, STATES
 from ullage.checkpoint.formats.torch_optimizer import orders_of
 from ullage.checkpoint.formats.trainer_folder import read_trainer
-from ullage.core.errors import CheckpointError, InputError, listed
+from ullage.core.errors import CheckpointError, InputError
 from ullage.engines.fsdp import chunks
 from ullage.engines.fsdp.optimizer import OptimizerLoader, optimizer_state
 from ullage.engines.fsdp.parallel import parallel_of
@@ -63,7 +63,10 @@ def save(folder: str | Path, model: Any, optimizer: torch.optim.Optimizer | None
         text = states_text(told)
         if text is None:
             raise InputError(
-                "a state is more than plain numbers, by names", where=", ".join(states), found=listed(list(told), 3)
+                "a state is more than plain numbers by names",
+                where=next(name for name, state in told.items() if states_text({name: state}) is None),
+                expected="numbers, texts and lists, in dicts whose keys are texts",
+                hint="write it to a file of its own",
             )
     state = {"model": {name: chunks.writable(value) for name, value in _weights(model, saved_names(model, ())).items()}}
     if optimizer is not None:
@@ -136,7 +139,7 @@ def _load(place: Path, folder: Path, model: Any, optimizer: Any, hyperparameters
         told = _read_states(place, states)
         saved = saved_names(model, {name.removeprefix("model.") for name in items})
         weights = _weights(model, saved)
-        if (folder / ADAPTER).is_file():
+        if not place.is_relative_to(folder) and (folder / ADAPTER).is_file():
             trained = {saved[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
             weights = {name: value for name, value in weights.items() if name in trained}
         chunks.require_names(folder, {f"model.{name}": value for name, value in weights.items()}, items)
@@ -144,7 +147,7 @@ def _load(place: Path, folder: Path, model: Any, optimizer: Any, hyperparameters
         chunks.require_known(folder, (name for name in items if name.startswith("model.")), known)
         loader = None
         if optimizer is not None:
-            loader = OptimizerLoader(model, optimizer, place, items, saved)
+            loader = OptimizerLoader(model, optimizer, place, items)
             loader.check()
     settings = loader.settings() if loader is not None and hyperparameters else []
     # The read fills tensors in place. Where torch cannot describe a layout, ``writable`` has made a copy, which is

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ullage.core.errors import CheckpointError, InputError
 from ullage.engines.fsdp import chunks
+from ullage.engines.fsdp.weights import saved_names
 from ullage.training.setup.fsdp import reshard
 
 #: Optimizers that were looked at, with the number of parameters they had.
@@ -85,17 +86,9 @@ class OptimizerLoader:
         optimizer: filled by :meth:`load`.
         folder: in torch's format.
         items: metadata of all that it holds, by name.
-        saved_names: the name in the folder of each of the model's parameters.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        folder: Path,
-        items: dict[str, Any],
-        saved_names: dict[str, str],
-    ) -> None:
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, folder: Path, items: dict[str, Any]) -> None:
         self._model, self._optimizer, self._folder, self._items = model, optimizer, folder, items
         self._new = not optimizer.state
         if not any(name.startswith("optim.") for name in items):
@@ -107,8 +100,11 @@ class OptimizerLoader:
         # optim.state.<parameter>.<key>: a parameter's name has dots, a key has none.
         self._saved = {name.removeprefix(_STATE).rpartition(".")[0] for name in items if name.startswith(_STATE)}
         require_optimizer(model, optimizer)
-        self._groups = [[saved_names[name] for name in names] for names in parameter_names(model, optimizer)]
-        self._trained = {saved_names[name] for name, p in model.named_parameters() if p.requires_grad}
+        # A tied weight has state under one of its names, which need not be the first that the weights have.
+        weights = (name.removeprefix("model.") for name in items)
+        self._known = saved_names(model, self._saved or set(weights))
+        self._groups = [[self._known[name] for name in names] for names in parameter_names(model, optimizer)]
+        self._trained = {self._known[name] for name, p in model.named_parameters() if p.requires_grad}
 
     def check(self) -> None:
         """Raise ``CheckpointError`` unless there is what this optimizer needs. A new one gets its state."""
@@ -134,18 +130,19 @@ class OptimizerLoader:
         if count:
             chunks.load_chunks({"optim": {"param_groups": listed}}, self._folder)
         # Frozen parameters have no state, so it does not matter how either side groups them.
-        theirs = [group for group in listed if self._trained.intersection(group["params"])]
+        named = [(group, {self._known.get(name, name) for name in group["params"]} & self._trained) for group in listed]
+        theirs = [(group, names) for group, names in named if names]
         ours = [names for names in (self._trained.intersection(names) for names in self._groups) if names]
         with self._forgotten():
-            if [self._trained.intersection(group["params"]) for group in theirs] != ours:
+            if [names for _, names in theirs] != ours:
                 raise CheckpointError(
                     "the optimizer's parameter groups are others than the checkpoint's",
                     where=str(self._folder),
-                    expected=f"groups of {[len(group['params']) for group in theirs]} parameters",
+                    expected=f"groups of {[len(names) for _, names in theirs]} parameters",
                     found=f"groups of {[len(names) for names in ours]}",
                     hint="group them alike, or load with hyperparameters=False to keep the optimizer's own settings",
                 )
-        return theirs
+        return [group for group, _ in theirs]
 
     def load(self, settings: list[dict[str, Any]]) -> None:
         """Fill the optimizer's tensors, and its settings if there are any. Collective."""
