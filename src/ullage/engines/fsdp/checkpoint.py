@@ -169,7 +169,7 @@ def _in_torchs_format(folder: Path, model: Any, optimizer: bool) -> Iterator[Pat
             yield own
             return
     # Another job may be loading it too: each has a folder of its own.
-    converted = folder.with_name(f"_{folder.name}.dcp-{gather(uuid.uuid4().hex[:8])[0]}")
+    converted = folder.absolute().with_name(f"_{folder.name}.dcp-{gather(uuid.uuid4().hex[:8])[0]}")
     try:
         with together(Axis.world(), "converting a checkpoint for FSDP2"):
             if rank_here() == 0:

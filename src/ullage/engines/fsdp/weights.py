@@ -120,13 +120,14 @@ class Source:
 
     def __init__(self, model: Any, weights: Path | None, held: dict[str, Tensor]) -> None:
         self._held, self._folder = held, None
+        self._names: dict[str, str] = {}
         self._buffers: dict[str, Tensor] = {}
         if weights is not None:
             self._folder = WeightFolder(weights)
             shapes, names = self._folder.shapes, saved_names(model, self._folder.shapes)
             # Parameters and buffers that a folder of weights has.
-            persistent = model.state_dict(keep_vars=True)
-            self._names = {name: names[name] for name in persistent}
+            persistent: dict[str, Tensor] = model.state_dict(keep_vars=True)
+            self._names = {name: names.get(name, name) for name in persistent}
             require_names(weights, {self._names[n]: tensor for n, tensor in persistent.items()}, shapes, _OTHER_NAMES)
             # A tied name may be in the folder beside the one that is read.
             require_known(weights, shapes, {*self._names, *self._names.values()})
