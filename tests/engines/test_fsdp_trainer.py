@@ -115,11 +115,13 @@ def test_a_tied_weight_gets_the_state_that_was_saved_under_its_other_name(tmp_pa
     details = replace(inventory.details, names=names)
     turned = replace(inventory, tensors=tuple(renamed), aliases={first: other}, details=details)
     checkpoint.convert(turned, tmp_path / "other", format="dcp")  # weights under both names, state under one
-    for folder in (tmp_path / "first", tmp_path / "other"):
+    checkpoint.convert(replace(turned, aliases={}), tmp_path / "alone", format="dcp")  # all of it under the other
+    for folder in (tmp_path / "first", tmp_path / "other", tmp_path / "alone"):
         again = fsdp.parallelize(tied())
         loaded = torch.optim.AdamW(again.parameters(), lr=7.0)
         fsdp.load(folder, again, loaded)
         assert_equal(states_of(again, loaded), states_of(made, optimizer))
+        assert_equal(dict(again.state_dict()), dict(made.state_dict()))
         assert loaded.param_groups[0]["lr"] == 1e-3
 
 
