@@ -415,7 +415,9 @@ class Discoverer:
                 if found.replaces and CALLS[0] == calls:
                     raise LookupError("it calls no other attention")
                 if "" not in found.parts:
-                    before = self._find_leaks(found, poison=not training and not is_routed(self.model))
+                    # Kernels of a device multiply what another sequence has by a weight of zero, and nan stays nan.
+                    is_told = not training and self.device.type == "cpu" and not is_routed(self.model)
+                    before = self._find_leaks(found, poison=is_told)
                 if "" in found.parts:
                     return
 
