@@ -211,7 +211,11 @@ class _Calls(TorchFunctionMode):
         return out
 
     def move(self, tensor: Tensor, device: Any, non_blocking: bool) -> Tensor:
-        if device is None or torch.device(device).type not in ("cpu", "cuda") or _names_device(device) == on_device(tensor):
+        if (
+            device is None
+            or torch.device(device).type not in ("cpu", "cuda")
+            or _names_device(device) == on_device(tensor)
+        ):
             return tensor
         where = _DEVICE if _names_device(device) else _HOST
         if tensor.is_nested:
@@ -268,7 +272,17 @@ class _Autocast(torch.autocast):
     """The CPU's autocast in place of CUDA's; its lists differ, matrix products and linear layers are in both."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        super().__init__(_on_cpu(device_type), *args, **kwargs)
+
+
+def _on_cpu(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" else device_type
+
+
+def _grouped(group: Any, *given: Any) -> Any:
+    """Tensors of an optimizer by device and dtype, which C++ groups by the CPU."""
+    found = group(*given)
+    return {(CUDA if on_device(each[0][0][0]) else key[0], key[1]): each for key, each in found.items()}
 
 
 @contextlib.contextmanager
@@ -276,14 +290,16 @@ def pretending() -> Iterator[Tally]:
     """CUDA, as far as Python sees it, an H100 by its capability."""
     tally = Tally()
     is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    group = torch._C._group_tensors_by_device_and_dtype
     as_there = [
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "synchronize", lambda *_: tally.note("synchronize")),
         (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state)),
-        (torch, "is_autocast_enabled", lambda device="cuda": device == "cuda" and is_enabled("cpu")),
-        (torch, "get_autocast_dtype", lambda device: dtype_of("cpu" if device == "cuda" else device)),
+        (torch, "is_autocast_enabled", lambda device="cuda": is_enabled(_on_cpu(device))),
+        (torch, "get_autocast_dtype", lambda device: dtype_of(_on_cpu(device))),
+        (torch._C, "_group_tensors_by_device_and_dtype", lambda *given: _grouped(group, *given)),
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
     ]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ullage.core.layout import Int64, Layout, starts_of
-from ullage.core.rows import Places, cheapest_cuts, permute
+from ullage.core.rows import Places, cheapest_cuts, on_device, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
 
@@ -127,9 +127,7 @@ class Schedule:
         # The formula of the module's opening, for all tokens at once.
         step_starts = starts_of(rows)
         place_of = step_starts[layout.positions()] + ranked.inverse[layout.item_ids()]
-        order, inverse = (
-            torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse)
-        )
+        order, inverse = (on_device(array, device) for array in (ranked.order, ranked.inverse))
         return cls(
             layout.num_items,
             int(rows.sum()),
@@ -198,6 +196,12 @@ class Schedule:
         return torch.where(empty, torch.zeros_like(values) if before is None else before, values)
 
     @cached_property
+    def begins(self) -> Tensor:
+        """The flat position of the first token of each sequence that has any, on the values' device."""
+        assert self.lengths is not None
+        return self._moved(self.starts[self.lengths > 0])
+
+    @cached_property
     def starts(self) -> Int64:
         """The flat position of each sequence's first token, also of those that have none; int64 [n], on the host."""
         if self.lengths is None:
@@ -215,7 +219,8 @@ class Schedule:
 
     def _moved(self, array: np.ndarray) -> Tensor:
         """A copy on the values' device, once for all layers and without waiting for it."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        assert self.device is not None
+        return on_device(array, self.device)
 
     @cached_property
     def _reversal(self) -> tuple[Tensor, Tensor | None] | None:
