@@ -26,12 +26,8 @@ from ullage.core.rows import on_device, remembered
 
 def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
     """Cumulated lengths of sequences as those of their chunks; waits for the device once per forward."""
-
-    def cut() -> Tensor:
-        ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)], dtype=np.int32)
-        return on_device(ends, cu_seqlens.device)
-
-    return remembered(cu_seqlens, ("chunks", chunk), cut)
+    ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)], dtype=np.int32)
+    return remembered(cu_seqlens, ("chunks", chunk), lambda: on_device(ends, cu_seqlens.device))
 
 
 @lru_cache(maxsize=1)

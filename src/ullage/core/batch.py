@@ -378,9 +378,8 @@ class RaggedBatch(Shown):
             raise InputError("a PackedSequence holds no empty sequence", where=f"sequence {int(empty[0])}")
         turned = self.layout.time_major()
         values = self._values[name]
-        index, order, inverse = (
-            on_device(array, values.device) for array in (turned.index, turned.order, turned.inverse)
-        )
+        orders = turned.index, turned.order, turned.inverse
+        index, order, inverse = (on_device(each, values.device) for each in orders)
         data = values.index_select(0, index)
         return PackedSequence(data, torch.from_numpy(turned.batch_sizes), order, inverse)
 

@@ -58,9 +58,9 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def on_host(tensor: Tensor) -> npt.NDArray[Any]:
     """The numbers of a tensor. Waits for its device once, and not at all for one that was made of host numbers."""
-    return (
-        tensor.numpy() if tensor.device.type == "cpu" else remembered(tensor, "numbers", lambda: tensor.cpu().numpy())
-    )
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    return remembered(tensor, "numbers", lambda: tensor.cpu().numpy())
 
 
 # Where sequences lie.

@@ -164,8 +164,7 @@ def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:
     """
     item = layout.item_ids()[index]
     real = positions < layout.lengths[item]
-    count = layout.num_items
-    return Layout.from_slots(np.bincount(item[real], minlength=count), np.bincount(item, minlength=count))
+    return Layout.from_slots(*(np.bincount(each, minlength=layout.num_items) for each in (item[real], item)))
 
 
 def _require_equal_parts(layout: Layout, cp_size: int, order: str) -> None:

@@ -166,7 +166,10 @@ class PackedRow:
 
     def places_of(self, side: str) -> Tensor:
         """The place of each token in its sequence, int64 [T]; 0 in padding."""
-        return self._target_positions if side == TARGETS else self._source_positions
+        key = ("places", side)
+        if key not in self.masks:
+            self.masks[key] = (on_device(usual_positions(self.layout_of(side)), self.device),)
+        return self.masks[key][0]
 
     def longest_of(self, side: str) -> int:
         """Tokens of the longest sequence of a side."""
@@ -203,15 +206,6 @@ class PackedRow:
         # Those with images are alone in their calls.
         has_items = self.items.sequences
         return Groups(self, [*alike(keys, there & ~has_items), *np.flatnonzero(there & has_items)[:, None]])
-
-    @cached_property
-    def _source_positions(self) -> Tensor:
-        return on_device(usual_positions(self.sources), self.device)
-
-    @cached_property
-    def _target_positions(self) -> Tensor:
-        assert self.targets is not None
-        return on_device(usual_positions(self.targets), self.device)
 
     @cached_property
     def of_kernels(self) -> dict[str, Tensor]:

@@ -415,9 +415,9 @@ class Discoverer:
                 if found.replaces and CALLS[0] == calls:
                     raise LookupError("it calls no other attention")
                 if "" not in found.parts:
-                    # Kernels of a device multiply what another sequence has by a weight of zero, and nan stays nan.
-                    is_told = not training and self.device.type == "cpu" and not is_routed(self.model)
-                    before = self._find_leaks(found, poison=is_told)
+                    # Kernels of a device multiply what other sequences have by a weight of zero, and nan stays nan.
+                    poison = not training and self.device.type == "cpu" and not is_routed(self.model)
+                    before = self._find_leaks(found, poison=poison)
                 if "" in found.parts:
                     return
 

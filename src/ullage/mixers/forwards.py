@@ -558,26 +558,24 @@ class ModelForward(Forward):
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
-        positions = on_device(usual_positions(layout)[None], row.device)
+        positions = usual_positions(layout)[None]
         if self._model_type in COUNTED_FROM_ONE:
-            return positions + 1
+            return on_device(positions + 1, row.device)
         if not first and not self.way.both_ways:
-            return positions
+            return on_device(positions, row.device)
         ids, offset = keywords.get("input_ids"), layout.positions()
         length, start = (np.repeat(each, layout.slots) for each in (layout.lengths, layout.starts))
-        is_padding = on_device(offset >= length, row.device)
+        # Padding counts as a sequence of its own: a slot of 5 with 3 tokens has positions 0, 1, 2, 0, 1.
+        is_padding, alone = offset >= length, np.maximum(offset - length, 0)
         if first and ids is not None:
             # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them: where
             # 1 is the padding's id, the ids 5, 1, 7 are at 2, 1, 3. A running count is taken from that at each start.
             counted = (ids[0] != first - 1).long()
             total = counted.cumsum(0)
             starts = on_device(start, row.device)
-            positions = ((total - (total - counted)[starts]) * counted)[None] + first - 1
-        else:
-            positions = positions + first
-        # Padding counts as a sequence of its own: a slot of 5 with 3 tokens has positions 0, 1, 2, 0, 1.
-        alone = on_device(np.maximum(offset - length, 0), row.device)
-        return torch.where(is_padding, alone, positions)
+            real = ((total - (total - counted)[starts]) * counted)[None] + first - 1
+            return torch.where(on_device(is_padding, row.device), on_device(alone, row.device), real)
+        return on_device(np.where(is_padding, alone, positions + first), row.device)
 
     def _remember_row_in_checkpoints(self) -> None:
         # At each call, because checkpointing may have been turned on since the last.
@@ -590,8 +588,7 @@ class ModelForward(Forward):
 @torch.compiler.disable(reason="the lengths of the sequences are data")
 def _are_usual(position_ids: Tensor, layout: Layout) -> bool:
     """Whether positions are those that every model counts by itself. Waits for the device as ``on_host`` does."""
-    is_row = tuple(position_ids.shape) == (1, layout.size)
-    return is_row and np.array_equal(on_host(position_ids)[0], usual_positions(layout))
+    return np.array_equal(on_host(position_ids), usual_positions(layout)[None])
 
 
 def _targets_as_rows(keywords: dict[str, Any]) -> Layout | None:

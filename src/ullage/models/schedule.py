@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class Schedule:
         places: the place of each flat token; ``None`` in flat order, and where a transpose does it
         lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
         length: the length of all sequences where ``lengths`` is ``None``
-        device: of the values; ``None`` where ``lengths`` is
+        device: of the values, where there are ``lengths``
     """
 
     num_sequences: int
@@ -81,7 +81,7 @@ class Schedule:
     places: Places | None = None
     lengths: Int64 | None = None
     length: int = 0
-    device: torch.device | None = None
+    device: Any = None
 
     @classmethod
     def dense(cls, num_sequences: int, length: int, hidden_size: int, run_order: RunOrder = "staircase") -> Schedule:
@@ -199,7 +199,7 @@ class Schedule:
     def begins(self) -> Tensor:
         """The flat position of the first token of each sequence that has any, on the values' device."""
         assert self.lengths is not None
-        return self._moved(self.starts[self.lengths > 0])
+        return on_device(self.starts[self.lengths > 0], self.device)
 
     @cached_property
     def starts(self) -> Int64:
@@ -213,14 +213,9 @@ class Schedule:
         """The place of each sequence's last token [n], and which sequences have none (bool [n]; ``None``: all have)."""
         assert self.lengths is not None
         # 0 for a sequence without tokens at the very front, whose end would be at -1.
-        ends = self._moved(np.maximum(self.starts + self.lengths - 1, 0))
-        empty = self._moved(self.lengths == 0) if (self.lengths == 0).any() else None
+        ends = on_device(np.maximum(self.starts + self.lengths - 1, 0), self.device)
+        empty = on_device(self.lengths == 0, self.device) if (self.lengths == 0).any() else None
         return ends if self.places is None else self.places.place_of.index_select(0, ends), empty
-
-    def _moved(self, array: np.ndarray) -> Tensor:
-        """A copy on the values' device, once for all layers and without waiting for it."""
-        assert self.device is not None
-        return on_device(array, self.device)
 
     @cached_property
     def _reversal(self) -> tuple[Tensor, Tensor | None] | None:
@@ -230,7 +225,7 @@ class Schedule:
         layout = Layout(self.lengths)
         # A token at i is mirrored to first + last - i of its own sequence.
         last = layout.starts + layout.lengths - 1
-        index = self._moved((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
+        index = on_device((last + layout.starts)[layout.item_ids()] - np.arange(layout.size), self.device)
         if self.places is None:
             return index, None
         # In run order: the place of the token that mirrors the token in this place.

@@ -255,8 +255,7 @@ class Sequences:
         """The flat position of each sequence's first token, int64 [sequences that have tokens]."""
         if self.lengths is None:
             return torch.arange(0, self.num_tokens, self.length, device=device)
-        starts = Layout(self.lengths).starts[self.lengths > 0]
-        return on_device(starts, device)
+        return on_device(Layout(self.lengths).starts[self.lengths > 0], device)
 
     def locate(self, token: int) -> tuple[int, int]:
         """The sequence of a flat token, and the token's position in it."""
