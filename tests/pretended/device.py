@@ -42,6 +42,15 @@ _WAITING = {
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
 
+#: What only CUDA takes: a histogram of integers, and a product of half precision that is added to float32.
+_ON_CPU = {
+    aten.histc.default: lambda x, *rest: aten.histc.default(x.double(), *rest).to(x.dtype),
+    aten.addmm.dtype_out: lambda total, left, right, dtype, *, out, **scales: out.copy_(
+        torch.addmm(total, left.to(dtype), right.to(dtype), **scales)
+    ),
+}
+
+
 class Mixed(RuntimeError):
     """Tensors of two devices in one operator."""
 
@@ -133,10 +142,7 @@ class _Kernels(TorchDispatchMode):
         places = [place(each) for each in tensors]
         if _DEVICE in places:
             self._look(func, args, kwargs, tensors, places)
-        if func is aten.histc.default and not args[0].is_floating_point():  # which only CUDA takes
-            out = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
-        else:
-            out = func(*args, **kwargs)
+        out = _ON_CPU.get(func, func)(*args, **kwargs)
         where = _DEVICE if _DEVICE in places else _HOST if _HOST in places else _ANYWHERE
         for each in tree_leaves(out):
             if isinstance(each, Tensor) and not hasattr(_storage(each), "place") and where != _HOST:
@@ -294,6 +300,7 @@ def pretending() -> Iterator[Tally]:
     as_there = [
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "current_device", lambda: 0),
+        (torch.backends.cudnn, "is_acceptable", lambda *_: False),  # so nothing is laid out for it
         (torch.cuda, "synchronize", lambda *_: tally.note("synchronize")),
         (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, *_: torch.set_rng_state(state)),

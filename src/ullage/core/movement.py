@@ -65,8 +65,7 @@ def to_device(
 def to_cuda_at_once(fields: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Fields with the host's tensors on a CUDA device, by one copy of their bytes, for which nothing waits.
 
-    What they hold stays known on the host (:func:`ullage.core.rows.on_host`). Fields of any other kind stay as they
-    were, and all do for another kind of device.
+    What they hold stays known on the host (:func:`ullage.core.rows.on_host`). All else is as it was.
     """
     plain = {id(each): each for each in fields.values() if type(each) is Tensor and each.is_cpu and not each.is_nested}
     if not plain or device.type != "cuda":

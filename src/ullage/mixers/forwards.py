@@ -28,6 +28,7 @@ from ullage.core.layout import Layout
 from ullage.core.rows import LENGTH_NAMES, on_device, on_host, read_row, usual_positions
 from ullage.mixers.axes import mapped, of_longest, restarted, run_by_lengths
 from ullage.mixers.by_lengths import (
+    SOURCES,
     TARGET_LENGTH_NAMES,
     TARGETS,
     PackedRow,
@@ -429,10 +430,8 @@ class ModelForward(Forward):
         row.is_served = row.is_served or self.way.kind == "native"
         has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
         if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
-            # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
-            # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
-            sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
-            bounds = on_device(Layout(sizes[sizes > 0]).cu_seqlens, row.device)
+            # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
+            bounds = row.bounds_of(SOURCES, apart=True)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if self.way.kind == "mixers" or found is not None or row.items is not None:
             self._remember_row_in_checkpoints()

@@ -121,8 +121,7 @@ class StepCounts:
                     found=f"(labels, batches) by place in dp: {drawn[..., [0, 3]].tolist()}",
                     hint="a data set that draws random numbers has to draw the same on these ranks",
                 )
-            firsts = [group[0] for group in sharing]
-            told = told[firsts]
+            told = told[[group[0] for group in sharing]]
         batches, weights = told[:, 3], told[:, 5]
         return cls(
             labels=told[:, 0],
