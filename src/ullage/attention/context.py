@@ -31,6 +31,7 @@ from ullage.core.columns import IGNORED_LABEL, fill_value
 from ullage.core.errors import DistributedError, InputError, UllageError
 from ullage.core.items import require_no_items
 from ullage.core.layout import Layout, require_context_rank
+from ullage.core.rows import on_device
 from ullage.ranks import Axis, agree
 from ullage.ranks.topology import require_axis
 
@@ -280,7 +281,7 @@ def shard_batch(batch: RaggedBatch, axis: Axis, *, num_items: Any = None) -> dic
     # Of the whole row: lengths. Of the slice: every field by token, and true positions.
     images = {name: batch[name] for name in batch.items}
     whole = RaggedBatch(row | images, layout, items=batch.items).to_flattened()
-    take = torch.from_numpy(slices.index).to(batch.device)
+    take = on_device(slices.index, batch.device)
     mine = {name: whole[name].index_select(1, take) for name in ("position_ids", *row)}
     return {**whole, **mine, **extra}
 

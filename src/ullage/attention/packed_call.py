@@ -30,7 +30,7 @@ from ullage.attention.current import current_row, row_in_force
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.releases import CACHE, CACHE_NAMES
 from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
-from ullage.attention.support import given, reads_masks, require_packable
+from ullage.attention.support import NAME, given, reads_masks, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
     chunked,
@@ -298,12 +298,16 @@ def _deferring(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_in_a_row(find: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' search for sequences in positions: within a packed call, masks are made by sequence anyway."""
+    """transformers' search for sequences in positions, which waits for the device: in a packed call lengths tell."""
 
     @functools.wraps(find)
     def found(*arguments: Any, **keywords: Any) -> Any:
         row = None if torch.compiler.is_compiling() else current_row()
-        return None if row is not None and row.is_found else find(*arguments, **keywords)
+        if row is not None and row.is_found:
+            return None
+        model: Any = asked.model if (asked := given()) is not None and asked.lengths else None
+        is_ours = model is not None and model.config.get_text_config()._attn_implementation == NAME
+        return None if is_ours else find(*arguments, **keywords)
 
     return found
 

@@ -8,13 +8,10 @@ Source: ``modeling_outputs.py``, ``masking_utils.py`` and ``utils/generic.py`` o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from torch import Tensor
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 Outputs = TypeVar("Outputs")
@@ -35,19 +32,3 @@ def named_cache(keywords: dict[str, Any], name: str = "cache") -> None:
 def with_cache(kind: Callable[..., Outputs], cache: Any, **others: Any) -> Outputs:
     """The outputs of a model: ``kind`` of a cache under this release's name and ``others``."""
     return kind(**others, **{CACHE: cache})
-
-
-def causal_mask(config: Any, rows: Tensor, window: int | None, *, may_skip: bool) -> Any:
-    """The mask that a model makes for rows [N, L, ...] without padding and cache; None where it needs none.
-
-    Args:
-        config: the model's configuration.
-        rows: hidden states.
-        window: its ``sliding_window``; None for attention to all before.
-        may_skip: whether None may stand for a plain causal mask.
-    """
-    make = create_causal_mask if window is None else create_sliding_window_causal_mask
-    given: dict[str, Any] = dict.fromkeys(("attention_mask", "cache_position", *CACHE_NAMES))
-    given |= {"config": config, "inputs_embeds": rows, "allow_is_causal_skip": may_skip}
-    taken = inspect.signature(make).parameters
-    return make(**{name: value for name, value in given.items() if name in taken})

@@ -26,12 +26,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ullage.attention.kernels import Flash, Scores, attend, with_sinks
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout, counting
-from ullage.core.rows import Places, alike, arranged, end_to_end
+from ullage.core.rows import Places, alike, arranged, end_to_end, on_device, on_host
 
 #: Smallest number of tokens in a block of a sliding window.
 _LEAST_BLOCK = 64
@@ -86,28 +85,9 @@ def arrange(lengths: tuple[int, ...], window: int | None, device: torch.device) 
     )
 
 
-#: Lengths and block masks by the tensor of cumulated lengths they were read from, with its version.
-_REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def remembered(cu_seqlens: Tensor, name: Any, make: Any) -> Any:
-    """The result of ``make``, made once per state of ``cu_seqlens`` and kept for as long as that tensor lives."""
-    if torch.compiler.is_compiling():
-        return make()
-    # torch counts writes to a tensor in its version: a tensor that was written to has other lengths.
-    if cu_seqlens not in _REMEMBERED or _REMEMBERED[cu_seqlens][0] != cu_seqlens._version:
-        _REMEMBERED[cu_seqlens] = (cu_seqlens._version, {})
-    known = _REMEMBERED[cu_seqlens][1]
-    if name not in known:
-        known[name] = make()
-    return known[name]
-
-
 def host_lengths(cu_seqlens: Tensor) -> list[int]:
-    """The lengths in tokens; waits for the device once per forward, unless they are on the host."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.diff().tolist()
-    return remembered(cu_seqlens, "lengths", lambda: cu_seqlens.diff().tolist())
+    """The lengths in tokens; waits for the device once per forward, unless they are known on the host."""
+    return np.diff(on_host(cu_seqlens)).tolist()
 
 
 def in_chunks(lengths: Sequence[int], chunk: int) -> list[int]:
@@ -493,8 +473,8 @@ def _block_calls(order: Arrangement, window: int, causal: bool) -> tuple[list[_K
         seen = np.add.outer(place, np.arange(-back, front + 1)).ravel()
         mask = _band(block, back, front, window, causal, device)
         if is_padded:
-            mask = _without_padding(mask, back * block, torch.from_numpy(padded[place]).to(device))
-        rows, sees = (torch.from_numpy(each).to(device) for each in (place, seen))
+            mask = _without_padding(mask, back * block, on_device(padded[place], device))
+        rows, sees = (on_device(each, device) for each in (place, seen))
         calls.append(_KernelCall(slice(0), (len(place), block), False, rows, sees, mask))
     return calls, np.argsort(np.concatenate(places))
 
@@ -516,7 +496,7 @@ def _band(block: int, back: int, front: int, window: int, causal: bool, device: 
     distance = np.add.outer(np.arange(block) + back * block, -np.arange((back + 1 + front) * block))
     if not causal:
         distance = np.abs(distance)
-    return torch.from_numpy((distance >= 0) & (distance < window)).to(device)
+    return on_device((distance >= 0) & (distance < window), device)
 
 
 def _without_padding(band: Tensor, start: int, padded: Tensor) -> Tensor:

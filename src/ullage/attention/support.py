@@ -206,7 +206,8 @@ def packing_problem(model: nn.Module) -> str | None:
     for holder, each in configs_of(model):
         if each._attn_implementation not in PADDING_FREE:
             return f"{holder} has attn_implementation={each._attn_implementation!r}, which does not read cu_seq_lens"
-    return _declared(model) or _tried(model)
+    is_known = marks and all(mark and mark.model == id(model) for mark in marks)
+    return None if is_known else _declared(model) or _tried(model)
 
 
 def _declared(model: nn.Module) -> str | None:
@@ -301,11 +302,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _numbers(outputs: Any) -> dict[str, Tensor]:
     """The outputs by token or by sequence, by name."""
-    named = (
-        outputs
-        if isinstance(outputs, Mapping)
-        else dict(enumerate(outputs if isinstance(outputs, tuple) else [outputs]))
-    )
+    several = outputs if isinstance(outputs, tuple) else [outputs]
+    named = outputs if isinstance(outputs, Mapping) else dict(enumerate(several))
     return {
         str(key): value
         for key, value in named.items()

@@ -20,17 +20,14 @@ import torch
 from torch import Tensor
 
 from ullage.attention.kernels import with_sinks
-from ullage.attention.segments import host_lengths, in_chunks, remembered
+from ullage.attention.segments import host_lengths, in_chunks
+from ullage.core.rows import on_device, remembered
 
 
 def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
     """Cumulated lengths of sequences as those of their chunks; waits for the device once per forward."""
-
-    def cut() -> Tensor:
-        ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)])
-        return torch.from_numpy(ends).to(cu_seqlens.device, torch.int32)
-
-    return remembered(cu_seqlens, ("chunks", chunk), cut)
+    ends = np.cumsum([0, *in_chunks(host_lengths(cu_seqlens), chunk)], dtype=np.int32)
+    return remembered(cu_seqlens, ("chunks", chunk), lambda: on_device(ends, cu_seqlens.device))
 
 
 @lru_cache(maxsize=1)

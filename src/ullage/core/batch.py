@@ -45,7 +45,7 @@ from ullage.core.items import (
     split_items,
 )
 from ullage.core.layout import Integers, Layout, ranges
-from ullage.core.rows import LENGTH_NAMES, usual_positions
+from ullage.core.rows import LENGTH_NAMES, on_device, usual_positions
 
 #: Fields that the ``repr`` names before it only counts.
 _NAMED = 8
@@ -155,7 +155,7 @@ class RaggedBatch(Shown):
         _require_rows(host)
         # Lengths are the sums of the rows, and the tokens are where the mask is: one index drops all padding.
         layout = Layout(host.sum(1))
-        index = torch.from_numpy(np.flatnonzero(host)).to(attention_mask.device)
+        index = on_device(np.flatnonzero(host), attention_mask.device)
         declared = set(per_sequence)
         rows, width = host.shape
         values: dict[str, Tensor] = {}
@@ -196,7 +196,7 @@ class RaggedBatch(Shown):
         lengths = np.empty(len(rows), np.int64)
         lengths[order] = sorted_lengths
         layout = Layout(lengths)
-        index = torch.from_numpy(layout.time_major(order).index).to(packed.data.device)
+        index = on_device(layout.time_major(order).index, packed.data.device)
         return cls({name: torch.empty_like(packed.data).index_copy(0, index, packed.data)}, layout)
 
     # Contents.
@@ -270,7 +270,7 @@ class RaggedBatch(Shown):
     @property
     def cu_seqlens(self) -> Tensor:
         """Cumulated lengths, int32 [N + 1], on the batch's device; :attr:`cu_seqlens_padded` indexes the batch."""
-        return torch.from_numpy(self.layout.cu_seqlens).to(self.device)
+        return on_device(self.layout.cu_seqlens, self.device)
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
@@ -279,12 +279,12 @@ class RaggedBatch(Shown):
         These index the batch: sequence *i* begins at element ``cu_seqlens_padded[i]`` of a token-aligned field.
         Without padding they equal :attr:`cu_seqlens`.
         """
-        return torch.from_numpy(self.layout.cu_seqlens_padded).to(self.device)
+        return on_device(self.layout.cu_seqlens_padded, self.device)
 
     @property
     def position_ids(self) -> Tensor:
         """Each element's position in its slot, int64 [T], on the batch's device."""
-        return torch.from_numpy(self.layout.positions()).to(self.device)
+        return on_device(self.layout.positions(), self.device)
 
     def numel(self) -> int:
         """Real tokens, without padding."""
@@ -345,7 +345,7 @@ class RaggedBatch(Shown):
         rows, width = layout.num_items, layout.max_seqlen
         # Where each sequence begins in the flattened [N·L]; from there its tokens are a range.
         begin = np.arange(rows) * width + (width - layout.lengths if side == "left" else 0)
-        index = torch.from_numpy(ranges(begin, layout.lengths)).to(self.device)
+        index = on_device(ranges(begin, layout.lengths), self.device)
         padded: dict[str, Tensor] = {}
         for name, tensor in self._values.items():
             if name in self.items:
@@ -378,9 +378,8 @@ class RaggedBatch(Shown):
             raise InputError("a PackedSequence holds no empty sequence", where=f"sequence {int(empty[0])}")
         turned = self.layout.time_major()
         values = self._values[name]
-        index, order, inverse = (
-            torch.from_numpy(array).to(values.device) for array in (turned.index, turned.order, turned.inverse)
-        )
+        orders = turned.index, turned.order, turned.inverse
+        index, order, inverse = (on_device(each, values.device) for each in orders)
         data = values.index_select(0, index)
         return PackedSequence(data, torch.from_numpy(turned.batch_sizes), order, inverse)
 
@@ -390,7 +389,7 @@ class RaggedBatch(Shown):
         layout, values = self.layout, self._values[name]
         # Offsets bound the slots; ``lengths`` tells the padding in them, and without padding a jagged tensor needs
         # none.
-        offsets = torch.from_numpy(layout.cu_seqlens_padded.astype(np.int64)).to(values.device)
+        offsets = on_device(layout.cu_seqlens_padded.astype(np.int64), values.device)
         lengths = None if layout.num_tokens == layout.size else torch.tensor(layout.lengths, device=values.device)
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths, max_seqlen=layout.max_seqlen)
 
@@ -418,10 +417,10 @@ class RaggedBatch(Shown):
                 row[name] = self._labels(name)[None]
         if "labels" in row:
             # A loss that shifts would predict the first label from the last token of the sequence before it.
-            starts = torch.from_numpy(layout.starts[layout.slots > 0]).to(row["labels"].device)
+            starts = on_device(layout.starts[layout.slots > 0], row["labels"].device)
             row["labels"] = row["labels"].index_fill(1, starts, IGNORED_LABEL)
         if "position_ids" not in row:
-            row["position_ids"] = torch.from_numpy(usual_positions(layout))[None].to(self.device)
+            row["position_ids"] = on_device(usual_positions(layout)[None], self.device)
         cu_seqlens, longest = self.cu_seqlens_padded, int(layout.slots.max(initial=0))
         return row | dict(zip(LENGTH_NAMES, (cu_seqlens, cu_seqlens, longest, longest)))
 
@@ -437,7 +436,7 @@ class RaggedBatch(Shown):
         # the padding: both become -100.
         ends = np.concatenate([layout.starts + layout.lengths, layout.starts + layout.slots]) - 1
         there = np.concatenate([layout.lengths > 0, layout.slots > 0])
-        last = torch.from_numpy(ends[there]).to(labels.device)
+        last = on_device(ends[there], labels.device)
         shifted = labels.roll(-1, 0).index_fill(0, last, IGNORED_LABEL)
         return self._with({**self._values, "shift_labels": shifted})
 
@@ -487,18 +486,18 @@ class RaggedBatch(Shown):
         if labels is given or self.layout.num_tokens == self.layout.size:
             return labels
         # Unsigned labels were padded with 0, which would be a label now.
-        padding = torch.from_numpy(np.flatnonzero(self.layout.padding_mask())).to(labels.device)
+        padding = on_device(np.flatnonzero(self.layout.padding_mask()), labels.device)
         return labels.index_fill(0, padding, IGNORED_LABEL)
 
     def _tokens(self, tensor: Tensor) -> Tensor:
         """The real elements of a token-aligned tensor, [num_tokens, ...]."""
         if self.layout.num_tokens == self.layout.size:
             return tensor
-        return tensor.index_select(0, torch.from_numpy(self.layout.token_index()).to(tensor.device))
+        return tensor.index_select(0, on_device(self.layout.token_index(), tensor.device))
 
     def _in_rows(self, places: Tensor, width: int) -> Tensor:
         """Places in sequences as places in rows that are padded on the left."""
-        starts = torch.from_numpy(width - self.layout.lengths).to(places.device)
+        starts = on_device(width - self.layout.lengths, places.device)
         return places + starts.view(-1, *[1] * (places.ndim - 1))
 
     def _require_token_aligned(self, name: str) -> None:
@@ -513,7 +512,7 @@ def _counted_from_tokens(name: str, tensor: Tensor, mask: np.ndarray) -> Tensor:
     starts = mask.argmax(1)
     if name not in POSITION_NAMES or not starts.any():
         return tensor
-    return behind_padding(tensor, torch.from_numpy(starts).to(tensor.device).view(-1, *[1] * (tensor.ndim - 1)))
+    return behind_padding(tensor, on_device(starts, tensor.device).view(-1, *[1] * (tensor.ndim - 1)))
 
 
 def _require_rows(mask: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ullage.core.batch import RaggedBatch
+from ullage.core.rows import remembered
 
 T = TypeVar("T")
 
@@ -61,12 +62,30 @@ def to_device(
     return _move(value, device=torch.device(device), non_blocking=non_blocking, float_dtype=float_dtype)
 
 
+def to_cuda_at_once(fields: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Fields with the host's tensors on a CUDA device, by one copy of their bytes, for which nothing waits.
+
+    What they hold stays known on the host (:func:`ullage.core.rows.on_host`). All else is as it was.
+    """
+    plain = {id(each): each for each in fields.values() if type(each) is Tensor and each.is_cpu and not each.is_nested}
+    if not plain or device.type != "cuda":
+        return dict(fields)
+    # Each at a multiple of 16 bytes, which vector loads ask for.
+    parts = [each.contiguous().view(-1).view(torch.uint8) for each in plain.values()]
+    host = torch.cat([nn.functional.pad(each, (0, -len(each) % 16)) for each in parts]).pin_memory()
+    moved, there, start = {}, host.to(device, non_blocking=True), 0
+    for key, each in plain.items():
+        # Not as a view of the others: a write to one would count as a write to all.
+        found, kept = (all[start : start + each.nbytes].view(each.dtype).view(each.shape).data for all in (there, host))
+        moved[key], start = found, start + each.nbytes + -each.nbytes % 16
+        if not each.is_floating_point():
+            remembered(found, "numbers", kept.numpy)
+    return {name: moved.get(id(each), each) for name, each in fields.items()}
+
+
 def _register(kind: type) -> Any:
     def decorate(function: Any) -> Any:
-        @_move.register(kind)
-        def _(value: Any, *, device: Any, non_blocking: bool, float_dtype: Any) -> Any:
-            return function(value, device, non_blocking=non_blocking, float_dtype=float_dtype)
-
+        _move.register(kind, lambda value, *, device, **how: function(value, device, **how))
         return function
 
     return decorate
@@ -95,15 +114,8 @@ def _(value: PackedSequence, **how: Any) -> PackedSequence:
     return PackedSequence(data, value.batch_sizes, sorted_indices, unsorted_indices)
 
 
-@_move.register(str)
-@_move.register(bytes)
-@_move.register(bytearray)
-@_move.register(memoryview)
-@_move.register(range)
-@_move.register(Set)
-@_move.register(nn.Module)
-def _(value: Any, **how: Any) -> Any:
-    return value
+for _kind in (str, bytes, bytearray, memoryview, range, Set, nn.Module):
+    _move.register(_kind, lambda value, **how: value)
 
 
 @_move.register
@@ -152,12 +164,9 @@ def _(value: Sequence, **how: Any) -> Sequence:
 def _attributes(value: Any) -> list[str]:
     """The names of an object's attributes, in its dict and its slots."""
     # ``__slots__`` may be one string, and every base class adds its own.
-    slots = [name for base in type(value).__mro__ for name in _as_names(base.__dict__.get("__slots__", ()))]
-    return [*getattr(value, "__dict__", ()), *(name for name in slots if name not in ("__dict__", "__weakref__"))]
-
-
-def _as_names(slots: Any) -> Any:
-    return (slots,) if isinstance(slots, str) else slots
+    slots = [base.__dict__.get("__slots__", ()) for base in type(value).__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return [*getattr(value, "__dict__", ()), *(name for name in names if name not in ("__dict__", "__weakref__"))]
 
 
 def _same(moved: Any, original: Any) -> bool:

@@ -20,12 +20,47 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout, ranges, starts_of
 
 #: Keywords that describe a packed row, as ``RaggedBatch.to_flattened`` writes them.
 LENGTH_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+# Numbers of the host on a device, and the way back without a wait.
+
+#: What was made of tensors, such as the lengths that they hold, by the tensor and its version.
+_REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remembered(tensor: Tensor, name: Any, make: Callable[[], Any]) -> Any:
+    """The result of ``make``, made once per state of ``tensor`` and kept for as long as that lives."""
+    if torch.compiler.is_compiling():
+        return make()
+    # torch counts writes to a tensor in its version: a tensor that was written to holds other numbers.
+    if tensor not in _REMEMBERED or _REMEMBERED[tensor][0] != tensor._version:
+        _REMEMBERED[tensor] = (tensor._version, {})
+    known = _REMEMBERED[tensor][1]
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array as a tensor on a device, without waiting for it; :func:`on_host` knows what it holds."""
+    made = torch.from_numpy(array).to(device, non_blocking=True)
+    if made.device.type != "cpu":
+        remembered(made, "numbers", lambda: array)
+    return made
+
+
+def on_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """The numbers of a tensor. Waits for its device once, and not at all for one that was made of host numbers."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    return remembered(tensor, "numbers", lambda: tensor.cpu().numpy())
 
 
 # Where sequences lie.
@@ -50,24 +85,14 @@ def read_row(
         are_counts: whether positions mean something to the model. Where they do not, zeros at the end of a slot are
             padding whatever stands before them, as of a sequence that goes on from an earlier part.
 
-    Waits for the device once, and once more where a slot may be padded. Raises ``InputError`` for bounds that are no
-    rising integers from 0 to ``size``.
+    Waits for the device where :func:`on_host` does. Raises ``InputError`` for bounds that are no rising integers from 0
+    to ``size``.
 
     >>> row = read_row(torch.tensor([0, 4, 4, 8]), 8, torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]]))
     >>> row.lengths.tolist(), row.slots.tolist()
     ([3, 0, 4], [4, 0, 4])
     """
-    given = torch.as_tensor(cu_seq_lens)
-    fits = position_ids is not None and tuple(position_ids.shape) == (1, size)
-    last: Int64 | None = None
-    if fits and size and given.ndim == 1 and len(given) > 1 and given.dtype in (torch.int32, torch.int64):
-        # In the copy of the bounds from the device also the last position of each slot, which may show padding.
-        assert position_ids is not None
-        given = given.to(position_ids.device)
-        ends = position_ids[0].index_select(0, (given[1:] - 1).clamp(0, size - 1))
-        bounds, last = np.split(host_integers(torch.cat([given, ends]), name), [len(given)])
-    else:
-        bounds = host_integers(given, name)
+    bounds = host_integers(cu_seq_lens, name)
     slots = np.diff(bounds)
     if len(slots) == 0 or bounds[0] != 0 or (slots < 0).any() or size not in (None, bounds[-1]):
         raise InputError(
@@ -76,10 +101,11 @@ def read_row(
             found=f"{len(slots)} sequences, {int(slots.sum())} tokens",
             hint="pass what RaggedBatch.to_flattened() gives",
         )
-    if last is None or not ((slots > 1) & (last == 0)).any():
+    if position_ids is None or tuple(position_ids.shape) != (1, size):
         return Layout(slots)
-    assert position_ids is not None
-    positions = position_ids[0].cpu().numpy()
+    positions = on_host(position_ids)[0]
+    if not (positions[bounds[1:][slots > 1] - 1] == 0).any():
+        return Layout(slots)
     # Each sequence ends with the last element of its slot that is not at 0, or with the first. For positions
     # [0, 1, 2, 0, 0, 0], in slots of 4 and 2, the counts are [0, 2, 3, 3, 3, 3]: at the slots' ends 3 and 3, so the
     # first sequence has 3 tokens, and the second, whose last place lies before its slot, has 1.
@@ -109,8 +135,8 @@ def beginnings(numbers: npt.NDArray[Any], step: int = 1) -> Int64:
 
 
 def host_integers(values: Any, name: str) -> Int64:
-    """A flat list of integers on the host, int64. Waits for the device; raises ``InputError`` for anything else."""
-    array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+    """A flat list of integers on the host, int64, as :func:`on_host`; raises ``InputError`` for anything else."""
+    array = on_host(values) if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(f"{name} must be a flat list of integers", found=f"shape {list(array.shape)} {array.dtype}")
     return array.astype(np.int64)
@@ -250,7 +276,7 @@ class Places:
         padding = np.flatnonzero(is_padding) if num_places > len(placed) else None
         homeless = np.flatnonzero(place_of < 0) if len(placed) < len(place_of) else None
         place_of = np.maximum(place_of, 0)
-        return cls(*(None if a is None else _on(a, device) for a in (place_of, row_of, padding, homeless)))  # type: ignore[arg-type]
+        return cls(*(None if a is None else on_device(a, device) for a in (place_of, row_of, padding, homeless)))  # type: ignore[arg-type]
 
     def place(self, rows: Tensor) -> Tensor:
         """Rows [rows, ...] in their places [places, ...], zeros in the padding. Does not wait for the device."""
@@ -297,7 +323,3 @@ class _Gather(torch.autograd.Function):
 
 def _gather(*arguments: Any) -> Tensor:
     return _Gather.apply(*arguments)  # type: ignore[return-value]
-
-
-def _on(array: Int64, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

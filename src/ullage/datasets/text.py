@@ -83,14 +83,6 @@ class TokenDataset(torch.utils.data.Dataset):
         """Tokens that are trained on; the first of each sequence counts, though nothing predicts it."""
         return self.num_tokens if self.labels is None else int((self.labels != IGNORED_LABEL).sum())
 
-    @property
-    def num_predicted(self) -> int:
-        """Tokens that a model is trained to predict: those with a label but for the first of each sequence."""
-        first = self.layout.starts[self.layout.lengths > 0]
-        return self.num_labels - (
-            len(first) if self.labels is None else int((self.labels[first] != IGNORED_LABEL).sum())
-        )
-
     def require_vocabulary(self, vocab_size: int, where: str | None = None) -> None:
         """Raise ``InputError`` for the first id outside ``range(vocab_size)``, with its sample and position."""
         outside = (self.values < 0) | (self.values >= vocab_size)

@@ -25,6 +25,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.items import require_no_items
 from ullage.core.layout import Int64, Layout
+from ullage.core.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ def shard(
     # Positions count from the start of the sequence in the whole, as rotary embeddings need them.
     positions = batch.layout.positions()[index]
     # Per-sequence fields stay whole: the slice has every sequence as an item, possibly an empty one.
-    take = torch.from_numpy(index).to(batch.device)
+    take = on_device(index, batch.device)
     values = {
         name: batch[name] if cp_size == 1 or name in batch.per_sequence else batch[name].index_select(0, take)
         for name in batch.names
@@ -114,7 +115,7 @@ def shard(
     layout = _local_layout(batch.layout, index, positions)
     return Shard(
         RaggedBatch(values, layout, batch.per_sequence, batch.items),
-        torch.from_numpy(positions).to(batch.device),
+        on_device(positions, batch.device),
         batch.layout,
         cp_size,
         cp_rank,
@@ -150,7 +151,7 @@ def unshard(shards: Sequence[Shard]) -> RaggedBatch:
         # Every element is in exactly one slice, so nothing stays unset.
         whole = batch[name].new_empty(first.layout.size, *batch[name].shape[1:])
         for part in shards:
-            whole = whole.index_copy(0, torch.from_numpy(part.index).to(whole.device), part.batch[name])
+            whole = whole.index_copy(0, on_device(part.index, whole.device), part.batch[name])
         values[name] = whole
     return RaggedBatch(values, first.layout, batch.per_sequence, batch.items)
 
@@ -163,8 +164,7 @@ def _local_layout(layout: Layout, index: Int64, positions: Int64) -> Layout:
     """
     item = layout.item_ids()[index]
     real = positions < layout.lengths[item]
-    count = layout.num_items
-    return Layout.from_slots(np.bincount(item[real], minlength=count), np.bincount(item, minlength=count))
+    return Layout.from_slots(*(np.bincount(each, minlength=layout.num_items) for each in (item[real], item)))
 
 
 def _require_equal_parts(layout: Layout, cp_size: int, order: str) -> None:

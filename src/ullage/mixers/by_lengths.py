@@ -29,7 +29,7 @@ from ullage.attention.ulysses import Slices
 from ullage.core.columns import IGNORED_LABEL, is_media, is_target
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, read_row, similar, usual_positions
+from ullage.core.rows import LENGTH_NAMES, Calls, alike, end_to_end, on_device, read_row, similar, usual_positions
 from ullage.mixers.items import RowItems
 
 #: The keywords of the targets of an encoder-decoder.
@@ -156,7 +156,7 @@ class PackedRow:
                 # Lengths [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
                 sizes = np.stack([layout.lengths, layout.slots - layout.lengths], 1).ravel()
                 sizes = sizes[sizes > 0]
-            self.masks[key] = (torch.from_numpy(Layout(sizes).cu_seqlens).to(self.device),)
+            self.masks[key] = (on_device(Layout(sizes).cu_seqlens, self.device),)
         return self.masks[key][0]
 
     def pairs_of(self, sides: tuple[str, str]) -> tuple[Calls, Calls]:
@@ -166,7 +166,10 @@ class PackedRow:
 
     def places_of(self, side: str) -> Tensor:
         """The place of each token in its sequence, int64 [T]; 0 in padding."""
-        return self._target_positions if side == TARGETS else self._source_positions
+        key = ("places", side)
+        if key not in self.masks:
+            self.masks[key] = (on_device(usual_positions(self.layout_of(side)), self.device),)
+        return self.masks[key][0]
 
     def longest_of(self, side: str) -> int:
         """Tokens of the longest sequence of a side."""
@@ -205,20 +208,11 @@ class PackedRow:
         return Groups(self, [*alike(keys, there & ~has_items), *np.flatnonzero(there & has_items)[:, None]])
 
     @cached_property
-    def _source_positions(self) -> Tensor:
-        return torch.from_numpy(usual_positions(self.sources)).to(self.device)
-
-    @cached_property
-    def _target_positions(self) -> Tensor:
-        assert self.targets is not None
-        return torch.from_numpy(usual_positions(self.targets)).to(self.device)
-
-    @cached_property
     def of_kernels(self) -> dict[str, Tensor]:
         """Where the slots of the row lie, by the keywords of kernels; empty ones are left out."""
         slots = self.sources.slots[self.sources.slots > 0]
-        bounds = torch.from_numpy(np.cumsum([0, *slots])).to(self.device)
-        numbers = torch.from_numpy(np.repeat(np.arange(len(slots), dtype=np.int32), slots))[None].to(self.device)
+        bounds = on_device(np.cumsum([0, *slots]), self.device)
+        numbers = on_device(np.repeat(np.arange(len(slots), dtype=np.int32), slots)[None], self.device)
         return {"cu_seq_lens_q": bounds, "cu_seqlens": bounds, "seq_idx": numbers}
 
 
@@ -257,17 +251,17 @@ class Groups:
 
     def select(self, values: Tensor) -> list[Tensor]:
         """Values [N, ...] by sequence, as one tensor [n, ...] per call."""
-        return [values.index_select(0, torch.from_numpy(part).to(values.device)) for part in self.members]
+        return [values.index_select(0, on_device(part, values.device)) for part in self.members]
 
     def ordered(self, parts: Sequence[Tensor]) -> Tensor:
         """Values [n, ...] of the sequences of each call, as [N, ...] in the row's order; zeros for an empty one."""
         # The calls gave sequences 0, 2, 1: the sequences 0, 1, 2 are then at 0, 2, 1.
         values = torch.cat(list(parts))
-        place_of = torch.from_numpy(np.argsort(self._order)).to(values.device)
+        place_of = on_device(np.argsort(self._order), values.device)
         in_order = values.index_select(0, place_of)
         if len(self._order) == self.num_sequences:
             return in_order
-        there = torch.from_numpy(np.sort(self._order)).to(values.device)
+        there = on_device(np.sort(self._order), values.device)
         return in_order.new_zeros((self.num_sequences, *in_order.shape[1:])).index_copy(0, there, in_order)
 
 

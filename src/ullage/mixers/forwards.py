@@ -25,9 +25,10 @@ from ullage.attention.support import apart_from_row, has_two_way_parts
 from ullage.core.errors import InputError
 from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Layout
-from ullage.core.rows import LENGTH_NAMES, read_row, usual_positions
+from ullage.core.rows import LENGTH_NAMES, on_device, on_host, read_row, usual_positions
 from ullage.mixers.axes import mapped, of_longest, restarted, run_by_lengths
 from ullage.mixers.by_lengths import (
+    SOURCES,
     TARGET_LENGTH_NAMES,
     TARGETS,
     PackedRow,
@@ -429,10 +430,8 @@ class ModelForward(Forward):
         row.is_served = row.is_served or self.way.kind == "native"
         has_two_way_parts = is_one_row and self._keep_two_way_parts(row, keywords)
         if (self.way.both_ways or has_two_way_parts) and row.sources.num_tokens < row.sources.size:
-            # What sees both ways would see the padding behind a sequence: make it a sequence of its own. Lengths
-            # [3, 4] in slots [4, 4] become the lengths [3, 1, 4].
-            sizes = np.stack([row.sources.lengths, row.sources.slots - row.sources.lengths], 1).ravel()
-            bounds = torch.from_numpy(Layout(sizes[sizes > 0]).cu_seqlens).to(row.device)
+            # What sees both ways would see the padding behind a sequence: make it a sequence of its own.
+            bounds = row.bounds_of(SOURCES, apart=True)
             keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if self.way.kind == "mixers" or found is not None or row.items is not None:
             self._remember_row_in_checkpoints()
@@ -558,26 +557,24 @@ class ModelForward(Forward):
     def _positions(self, row: PackedRow, keywords: dict[str, Any]) -> Tensor:
         """Positions int64 [1, T] of a row, as the model counts those of a sequence alone."""
         layout, first = row.sources, self.way.first_position
-        positions = torch.from_numpy(usual_positions(layout))[None].to(row.device)
+        positions = usual_positions(layout)[None]
         if self._model_type in COUNTED_FROM_ONE:
-            return positions + 1
+            return on_device(positions + 1, row.device)
         if not first and not self.way.both_ways:
-            return positions
+            return on_device(positions, row.device)
         ids, offset = keywords.get("input_ids"), layout.positions()
         length, start = (np.repeat(each, layout.slots) for each in (layout.lengths, layout.starts))
-        is_padding = torch.from_numpy(offset >= length).to(row.device)
+        # Padding counts as a sequence of its own: a slot of 5 with 3 tokens has positions 0, 1, 2, 0, 1.
+        is_padding, alone = offset >= length, np.maximum(offset - length, 0)
         if first and ids is not None:
             # RoBERTa gives tokens of padding the position of padding, wherever they are, and does not count them: where
             # 1 is the padding's id, the ids 5, 1, 7 are at 2, 1, 3. A running count is taken from that at each start.
             counted = (ids[0] != first - 1).long()
             total = counted.cumsum(0)
-            starts = torch.from_numpy(start).to(row.device)
-            positions = ((total - (total - counted)[starts]) * counted)[None] + first - 1
-        else:
-            positions = positions + first
-        # Padding counts as a sequence of its own: a slot of 5 with 3 tokens has positions 0, 1, 2, 0, 1.
-        alone = torch.from_numpy(np.maximum(offset - length, 0)).to(row.device)
-        return torch.where(is_padding, alone, positions)
+            starts = on_device(start, row.device)
+            real = ((total - (total - counted)[starts]) * counted)[None] + first - 1
+            return torch.where(on_device(is_padding, row.device), on_device(alone, row.device), real)
+        return on_device(np.where(is_padding, alone, positions + first), row.device)
 
     def _remember_row_in_checkpoints(self) -> None:
         # At each call, because checkpointing may have been turned on since the last.
@@ -589,9 +586,8 @@ class ModelForward(Forward):
 
 @torch.compiler.disable(reason="the lengths of the sequences are data")
 def _are_usual(position_ids: Tensor, layout: Layout) -> bool:
-    """Whether positions are those that every model counts by itself. Waits for the device."""
-    is_row = tuple(position_ids.shape) == (1, layout.size)
-    return is_row and np.array_equal(position_ids[0].cpu().numpy(), usual_positions(layout))
+    """Whether positions are those that every model counts by itself. Waits for the device as ``on_host`` does."""
+    return np.array_equal(on_host(position_ids), usual_positions(layout)[None])
 
 
 def _targets_as_rows(keywords: dict[str, Any]) -> Layout | None:

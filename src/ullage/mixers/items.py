@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from ullage.core.columns import is_media
 from ullage.core.errors import InputError
 from ullage.core.items import ITEM_LENGTHS
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import host_integers
+from ullage.core.rows import host_integers, on_host
 
 #: The parameters of a model that takes images or clips, the pixels themselves.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -136,14 +137,14 @@ class RowItems:
 
 
 def tokens_by_sequence(input_ids: Any, config: Any, kind: str, layout: Layout) -> Int64 | None:
-    """How many tokens of each sequence stand for features of items; None where that is not known. Waits for the device.
+    """How many tokens of each sequence stand for features of items; None where that is not known. As ``on_host``.
 
     ``input_ids``: [1, T], or None.
     """
     token = next((value for name in _TOKENS[kind] if isinstance(value := getattr(config, name, None), int)), None)
     if token is None or not isinstance(input_ids, Tensor):
         return None
-    places = np.flatnonzero((input_ids[0] == token).cpu().numpy())
+    places = np.flatnonzero(on_host(input_ids)[0] == token)
     return np.diff(np.searchsorted(places, np.append(layout.starts, layout.size)))
 
 
@@ -222,13 +223,12 @@ def positions_by_axis(
     """
     count: Any = part.compute_3d_position_ids  # type: ignore[union-attr]
     taken = inspect.signature(count).parameters
-    ids = keywords["input_ids"].cpu()
     by_token = {
-        name: value.cpu()
+        name: _on_host(value)
         for name, value in keywords.items()
-        if name in taken and isinstance(value, Tensor) and tuple(value.shape) == tuple(ids.shape)
+        if name in taken and isinstance(value, Tensor) and value.shape == keywords["input_ids"].shape
     }
-    by_item = {name: value.cpu() for name, value in items.values.items() if name in taken}
+    by_item = {name: _on_host(value) for name, value in items.values.items() if name in taken}
     found: Tensor | None = None
     kept = vars(part).get("rope_deltas")
     try:
@@ -243,8 +243,12 @@ def positions_by_axis(
             vars(part)["rope_deltas"] = None
             positions = count(**given)
             if positions is not None:
-                found = usual.cpu().repeat(1 + len(positions), 1, 1) if found is None else found
+                found = _on_host(usual).repeat(1 + len(positions), 1, 1) if found is None else found
                 found[1:, :, begin:end] = positions
     finally:
         vars(part)["rope_deltas"] = kept
-    return usual if found is None else found.to(usual.device)
+    return usual if found is None else found.to(usual.device, non_blocking=True)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values.cpu() if values.is_floating_point() else torch.from_numpy(on_host(values))

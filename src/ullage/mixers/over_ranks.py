@@ -21,7 +21,7 @@ from torch import Tensor
 from ullage.attention.context import serving
 from ullage.attention.ulysses import Slices, exchange_rows
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import permute
+from ullage.core.rows import on_device, permute
 from ullage.mixers.by_lengths import PackedRow
 
 
@@ -34,13 +34,13 @@ class _Dealt:
         layout: of this rank's sequences, in the order of the row.
     """
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: Slices, device: torch.device) -> None:
         layout, size = slices.layout, slices.size
         owners = _owners(layout.slots, size)
         of_token = np.repeat(owners, layout.slots)
         mine = of_token[slices.index]
         order = np.argsort(mine, kind="stable")
-        self.order, self.inverse = torch.from_numpy(order), torch.from_numpy(np.argsort(order))
+        self.order, self.inverse = (on_device(each, device) for each in (order, np.argsort(order)))
         self.sends = np.bincount(mine, minlength=size).tolist()
         # Slices are neighbouring tokens, rank by rank, so what arrives is in the order of the row.
         parts = np.split(of_token, np.cumsum(slices.lengths)[:-1])
@@ -50,13 +50,11 @@ class _Dealt:
 
     def gather(self, slice_: Tensor, group: Any) -> Tensor:
         """Values [1, t, ...] of the slice as those of this rank's sequences."""
-        order, inverse = self.order.to(slice_.device), self.inverse.to(slice_.device)
-        return exchange_rows(permute(slice_[0], order, inverse), self.sends, self.receives, group)[None]
+        return exchange_rows(permute(slice_[0], self.order, self.inverse), self.sends, self.receives, group)[None]
 
     def scatter(self, values: Tensor, group: Any) -> Tensor:
         """Undo :meth:`gather`."""
-        order, inverse = self.order.to(values.device), self.inverse.to(values.device)
-        return permute(exchange_rows(values[0], self.receives, self.sends, group), inverse, order)[None]
+        return permute(exchange_rows(values[0], self.receives, self.sends, group), self.inverse, self.order)[None]
 
 
 def _owners(slots: Int64, size: int) -> Int64:
@@ -73,9 +71,9 @@ def _owners(slots: Int64, size: int) -> Int64:
 
 
 @lru_cache(maxsize=8)
-def _dealt(slices: Slices) -> _Dealt:
+def _dealt(slices: Slices, device: torch.device) -> _Dealt:
     # One object for all layers of a row.
-    return _Dealt(slices)
+    return _Dealt(slices, device)
 
 
 def over_ranks(
@@ -102,7 +100,7 @@ def over_ranks(
     context.meet(slices, tokens)
     if context.size == 1:
         return run(PackedRow(slices.layout, None, row.device), arguments, keywords)
-    dealt, group = _dealt(slices), context.group
+    dealt, group = _dealt(slices, tokens.device), context.group
     layout, size = dealt.layout, dealt.layout.size
     # A rank without a sequence takes part all the same, with one token that counts for nothing: its parameters have
     # gradients, and the others get those of their tokens.

@@ -437,6 +437,13 @@ def _kernel(
 
     Returns outputs shaped like ``values``, and the parts of the final state.
     """
+    dtype = torch.get_autocast_dtype("cuda") if values.is_cuda and torch.is_autocast_enabled("cuda") else None
+    if dtype not in (None, torch.float16):
+        # torch would cast all to float16, whatever autocast asks for. Weights in one buffer, as cuDNN wants them.
+        with torch.autocast("cuda", enabled=False):
+            flat = torch.cat([weight.reshape(-1) for weight in weights]).to(dtype)
+            cast = [part.view_as(own) for part, own in zip(flat.split([own.numel() for own in weights]), weights)]
+            return _kernel(name, values.to(dtype), batch_sizes, [part.to(dtype) for part in state], cast)
     # The kernels take states of all layers, [1, rows, hidden]: a pair for the LSTM, one tensor for the others.
     given: Any = [part.unsqueeze(0) for part in state]
     given = given if len(given) > 1 else given[0]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import Calls
+from ullage.core.rows import Calls, on_device
 
 #: Padded pairs that a block may have, as a share of its real pairs (a pair is a decoder step and a source token),
 WASTE = 0.25
@@ -68,8 +68,8 @@ class Blocks:
         rows = blocks[0].new_zeros(len(self.lengths), *longest)
         for ids, block in zip(self.members, blocks, strict=True):
             # A padded decoder step has weights too, a softmax over the real sources: they are blanked.
-            real = torch.from_numpy(np.arange(block.shape[1]) < self.lengths[ids, None]).to(block.device)
-            index = torch.from_numpy(ids).to(block.device)
+            real = on_device(np.arange(block.shape[1]) < self.lengths[ids, None], block.device)
+            index = on_device(ids, block.device)
             rows[index, : block.shape[1], : block.shape[2]] = block * real[..., None]
         return rows
 

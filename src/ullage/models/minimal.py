@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid
 from transformers import initialization as init
 
+from ullage.core.rows import on_device
 from ullage.models.cells import Cell, State, register_cell
 from ullage.models.schedule import RunOrder, Schedule
 
@@ -202,20 +203,14 @@ class MinimalCell(Cell):
         # With u = sigmoid(update), the share that moves, the inflow is u·c and the decay 1 - u = sigmoid(-update).
         inflow = torch.sigmoid(update) * positive(candidate)
         # The scan knows no sequences without tokens, so it gets no states of them.
-        starts = self._starts(schedule, values.device)
+        is_dense = schedule.lengths is None
+        starts = torch.arange(0, schedule.size, schedule.length, device=values.device) if is_dense else schedule.begins
         before = None if state is None else state[0].to(inflow.dtype)
         given = before
         if before is not None and schedule.lengths is not None and not schedule.lengths.all():
-            given = before.index_select(0, torch.from_numpy(np.flatnonzero(schedule.lengths)).to(before.device))
+            given = before.index_select(0, on_device(np.flatnonzero(schedule.lengths), before.device))
         hidden = linear_scan(torch.sigmoid(-update), inflow, starts, given).to(dtype)
         return hidden, (schedule.last(hidden, None if before is None else before.to(dtype)),)
-
-    @staticmethod
-    def _starts(schedule: Schedule, device: torch.device) -> Tensor:
-        if schedule.lengths is None:
-            return torch.arange(0, schedule.size, schedule.length, device=device)
-        starts = schedule.starts[schedule.lengths > 0]
-        return torch.from_numpy(starts).to(device, non_blocking=True)
 
 
 @register_cell("mingru")

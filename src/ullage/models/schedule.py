@@ -20,14 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ullage.core.layout import Int64, Layout, starts_of
-from ullage.core.rows import Places, cheapest_cuts, permute
+from ullage.core.rows import Places, cheapest_cuts, on_device, permute
 
 RunOrder = Literal["flat", "packed", "staircase"]
 
@@ -67,7 +67,7 @@ class Schedule:
         places: the place of each flat token; ``None`` in flat order, and where a transpose does it
         lengths: int64 [n] in tokens, on the host; ``None`` where all are equal
         length: the length of all sequences where ``lengths`` is ``None``
-        device: of the values; ``None`` where ``lengths`` is
+        device: of the values, where there are ``lengths``
     """
 
     num_sequences: int
@@ -81,7 +81,7 @@ class Schedule:
     places: Places | None = None
     lengths: Int64 | None = None
     length: int = 0
-    device: torch.device | None = None
+    device: Any = None
 
     @classmethod
     def dense(cls, num_sequences: int, length: int, hidden_size: int, run_order: RunOrder = "staircase") -> Schedule:
@@ -127,9 +127,7 @@ class Schedule:
         # The formula of the module's opening, for all tokens at once.
         step_starts = starts_of(rows)
         place_of = step_starts[layout.positions()] + ranked.inverse[layout.item_ids()]
-        order, inverse = (
-            torch.from_numpy(array).to(device, non_blocking=True) for array in (ranked.order, ranked.inverse)
-        )
+        order, inverse = (on_device(array, device) for array in (ranked.order, ranked.inverse))
         return cls(
             layout.num_items,
             int(rows.sum()),
@@ -198,6 +196,12 @@ class Schedule:
         return torch.where(empty, torch.zeros_like(values) if before is None else before, values)
 
     @cached_property
+    def begins(self) -> Tensor:
+        """The flat position of the first token of each sequence that has any, on the values' device."""
+        assert self.lengths is not None
+        return on_device(self.starts[self.lengths > 0], self.device)
+
+    @cached_property
     def starts(self) -> Int64:
         """The flat position of each sequence's first token, also of those that have none; int64 [n], on the host."""
         if self.lengths is None:
@@ -209,13 +213,9 @@ class Schedule:
         """The place of each sequence's last token [n], and which sequences have none (bool [n]; ``None``: all have)."""
         assert self.lengths is not None
         # 0 for a sequence without tokens at the very front, whose end would be at -1.
-        ends = self._moved(np.maximum(self.starts + self.lengths - 1, 0))
-        empty = self._moved(self.lengths == 0) if (self.lengths == 0).any() else None
+        ends = on_device(np.maximum(self.starts + self.lengths - 1, 0), self.device)
+        empty = on_device(self.lengths == 0, self.device) if (self.lengths == 0).any() else None
         return ends if self.places is None else self.places.place_of.index_select(0, ends), empty
-
-    def _moved(self, array: np.ndarray) -> Tensor:
-        """A copy on the values' device, once for all layers and without waiting for it."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property
     def _reversal(self) -> tuple[Tensor, Tensor | None] | None:
@@ -225,7 +225,7 @@ class Schedule:
         layout = Layout(self.lengths)
         # A token at i is mirrored to first + last - i of its own sequence.
         last = layout.starts + layout.lengths - 1
-        index = self._moved((last + layout.starts)[layout.item_ids()] - np.arange(layout.size))
+        index = on_device((last + layout.starts)[layout.item_ids()] - np.arange(layout.size), self.device)
         if self.places is None:
             return index, None
         # In run order: the place of the token that mirrors the token in this place.

@@ -23,7 +23,7 @@ from ullage.attention.releases import named_cache
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import beginnings, host_integers, read_row
+from ullage.core.rows import beginnings, host_integers, on_device, read_row
 from ullage.models.schedule import RunOrder, Schedule
 
 Lengths = Tensor | Sequence[int]
@@ -73,9 +73,9 @@ class Sequences:
             position_ids: [N, L], which run on within each sequence; beside ``cu_seq_lens``, zeros at the end
                 of a slot are padding
 
-        Waits for the device at most once (twice where only positions show the padding), and not at all for rows alone,
-        for ``input_lengths`` that are a list, and on the CPU. Raises ``InputError`` for lengths that do not fit the
-        rows, a mask with holes, and a row of padding alone.
+        Waits for the device at most once (twice for positions beside ``cu_seq_lens``), and not at all for rows alone,
+        for what is known on the host (:func:`~ullage.core.rows.on_host`), and on the CPU. Raises ``InputError`` for
+        lengths that do not fit the rows, a mask with holes, and a row of padding alone.
         """
         if isinstance(rows, PackedSequence):
             others = {"attention_mask": attention_mask, "input_lengths": input_lengths, "cu_seq_lens_q": cu_seq_lens}
@@ -152,8 +152,7 @@ class Sequences:
             layout = Layout.from_slots(real, layout.slots)
         if layout.num_tokens == layout.size:
             return cls._of(shape, layout.lengths)
-        index = torch.from_numpy(layout.token_index())
-        return cls._of(shape, layout.lengths, index.to(cu_seq_lens.device, non_blocking=True))
+        return cls._of(shape, layout.lengths, on_device(layout.token_index(), cu_seq_lens.device))
 
     @classmethod
     def _read_lengths(cls, shape: tuple[int, int], lengths: Int64, device: torch.device) -> Sequences:
@@ -167,7 +166,7 @@ class Sequences:
                 "a length does not fit its row", where=f"row {i}", expected=f"1 to {width}", found=lengths[i]
             )
         index = Layout.from_slots(lengths, np.full(rows, width)).token_index()
-        return cls._of(shape, lengths, torch.from_numpy(index).to(device, non_blocking=True))
+        return cls._of(shape, lengths, on_device(index, device))
 
     @classmethod
     def _read_positions(cls, shape: tuple[int, int], position_ids: Tensor) -> Sequences:
@@ -237,14 +236,14 @@ class Sequences:
         if self.lengths is None:
             return torch.arange(self.length - 1, self.num_tokens, self.length, device=device)
         self._require_tokens()
-        return torch.from_numpy(np.cumsum(self.lengths) - 1).to(device, non_blocking=True)
+        return on_device(np.cumsum(self.lengths) - 1, device)
 
     def items(self, device: torch.device) -> Tensor:
         """The sequence of each flat token, int64 [T]. Raises ``InputError`` for a sequence without tokens."""
         if self.lengths is None:
             return torch.arange(self.num_sequences, device=device).repeat_interleave(self.length)
         self._require_tokens()
-        return torch.from_numpy(Layout(self.lengths).item_ids()).to(device, non_blocking=True)
+        return on_device(Layout(self.lengths).item_ids(), device)
 
     def _require_tokens(self) -> None:
         assert self.lengths is not None
@@ -256,8 +255,7 @@ class Sequences:
         """The flat position of each sequence's first token, int64 [sequences that have tokens]."""
         if self.lengths is None:
             return torch.arange(0, self.num_tokens, self.length, device=device)
-        starts = Layout(self.lengths).starts[self.lengths > 0]
-        return torch.from_numpy(starts).to(device, non_blocking=True)
+        return on_device(Layout(self.lengths).starts[self.lengths > 0], device)
 
     def locate(self, token: int) -> tuple[int, int]:
         """The sequence of a flat token, and the token's position in it."""

@@ -28,7 +28,6 @@ Words = npt.NDArray[np.uint64]
 #: The words of all levels, and where each level begins among them.
 Bitset = tuple[Words, Int64]
 LEVELS = 4
-LIMIT = 64**LEVELS
 
 # Every operand is uint64: together with an int64 number numpy and numba would compute in float64.
 _ONE = np.uint64(1)

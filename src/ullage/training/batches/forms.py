@@ -25,6 +25,7 @@ from ullage.core.batch import RaggedBatch
 from ullage.core.columns import LABEL_NAMES, LENGTHS_NAMES, fill_value, holding_ignored
 from ullage.core.errors import InputError
 from ullage.core.layout import Layout, ranges
+from ullage.core.rows import on_device
 from ullage.mixers.wrappers import bare, has_learned_prompt
 
 logger = logging.get_logger(__name__)
@@ -110,13 +111,13 @@ def keywords_of(batch: RaggedBatch, form: str, *, shifts: bool | None, pad_token
     # pack_padded_sequence wants the longest first; an evaluation undoes it in the outputs.
     order = longest_first(batch.layout)
     del padded["attention_mask"]
-    index = torch.from_numpy(order).to(batch.device)
+    index = on_device(order, batch.device)
     keywords: dict[str, Any] = {}
     for name, tensor in padded.items():
         rows = batch.items.get(name)
         # Rows of items go with their sequences.
-        moved = index if rows is None else torch.from_numpy(ranges(rows.starts[order], rows.lengths[order]))
-        keywords[name] = tensor.index_select(0, moved.to(batch.device))
+        moved = index if rows is None else on_device(ranges(rows.starts[order], rows.lengths[order]), batch.device)
+        keywords[name] = tensor.index_select(0, moved)
     keywords[form] = torch.from_numpy(batch.layout.lengths[order])  # on the host, where packing wants it
     return keywords
 

@@ -22,11 +22,11 @@ from transformers.utils import logging
 
 from ullage.attention.heads import KNOWN_AUTHORS, loss_divides_by_count, loss_shifts, package_of
 from ullage.core.batch import RaggedBatch
-from ullage.core.columns import IGNORED_LABEL, is_media, is_target
+from ullage.core.columns import IGNORED_LABEL, LENGTHS_NAMES, is_media, is_target
 from ullage.core.errors import InputError
 from ullage.core.items import ITEM_LENGTHS, rows_of_one
 from ullage.core.layout import Layout
-from ullage.core.movement import to_device
+from ullage.core.movement import to_cuda_at_once, to_device
 from ullage.core.rows import beginnings, host_integers, read_row
 from ullage.datasets.picture_chats import PICTURE_COLUMNS
 from ullage.mixers.packed_model import is_packed
@@ -248,14 +248,16 @@ class BatchReader:
         refuse_as_one(inputs)
         if isinstance(inputs, RaggedBatch):
             field = weight_field(self._trainer.args)
-            moved = self.move(inputs.select(name for name in inputs.names if name != field))
+            seen = inputs.select(name for name in inputs.names if name != field)
             sharding = sharding_of(self._trainer.model)
-            keywords = None if sharding is None else sharding.keywords(moved)
+            keywords = None if sharding is None else sharding.keywords(self.move(seen))
             if keywords is not None:
                 return keywords
-            if moved.items and self.form == "flattened":
+            if seen.items and self.form == "flattened":
                 self._require_packed()
-            return forms.keywords_of(moved, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
+            keywords = forms.keywords_of(seen, self.form, shifts=self.shifts, pad_token_id=self.pad_token_id)
+            stay = {name: keywords.pop(name) for name in (ITEM_LENGTHS, *LENGTHS_NAMES) if name in keywords}
+            return {**self.move(to_cuda_at_once(keywords, self._trainer.args.device)), **stay}
         if isinstance(inputs, PackedSequence):
             return {self.main_input: self.move(inputs)}
         if not isinstance(inputs, Mapping):

@@ -45,10 +45,11 @@ def chunked_cross_entropy(
     transform: Transform | None = None,
     parameters: Sequence[Tensor] = (),
     chunk: int | None = None,
+    counted: int | None = None,
 ) -> Tensor:
     """Sum over tokens of weight times cross-entropy of ``head(hidden)`` against ``labels``, in chunks of tokens.
 
-    Waits for the device, which alone knows how many labels count. Its gradients are made in the forward pass: backward
+    Waits for the device unless it is told how many labels count. Its gradients are made in the forward pass: backward
     goes through it once, and not to a second order. Raises ``InputError`` for shapes that do not fit each other.
 
     Args:
@@ -60,6 +61,7 @@ def chunked_cross_entropy(
         transform: of scores [n, words], each token by itself: a scale, a soft cap. Its last dim may become smaller.
         parameters: tensors within ``transform`` that need a gradient.
         chunk: tokens at once; chosen by the number of words if None.
+        counted: labels that count, at most; those that do not are computed with a weight of zero.
 
     >>> head, hidden, labels = nn.Linear(4, 9), torch.randn(5, 4), torch.tensor([1, -100, 8, 0, 3])
     >>> loss = chunked_cross_entropy(hidden, head, labels, chunk=2)
@@ -77,10 +79,16 @@ def chunked_cross_entropy(
     if weights is not None:
         weights = weights.detach().to(hidden.device).expand(labels.shape)
     counts = labels != IGNORED_LABEL
-    if not bool(counts.all()):
+    if counted is None and not bool(counts.all()):
         index = counts.nonzero().squeeze(1)
         hidden, labels = hidden.index_select(0, index), labels[index]
         weights = None if weights is None else weights[index]
+    elif counted is not None:
+        # Those that count first, in their order, which takes no number from the device.
+        torch._assert_async(counts.sum() <= counted, "more labels count than the batch has")  # pyright: ignore
+        index = counts.byte().argsort(descending=True, stable=True)[:counted]
+        hidden, labels = hidden.index_select(0, index), labels[index].clamp(min=0)
+        weights = counts[index].to(hidden.dtype) if weights is None else weights[index] * counts[index]
     # A parameter may stand in both, and gets one gradient.
     trained = {id(each): each for each in (*head.parameters(), *parameters) if each.requires_grad}
     sums = _Sums(trained if torch.is_grad_enabled() else {}, torch.is_grad_enabled())

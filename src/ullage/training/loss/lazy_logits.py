@@ -108,12 +108,13 @@ class HeadCall:
     Attributes:
         head: the module.
         hidden: [..., H], what it was given; None once the call of the model has ended.
+        counted: labels that count in its loss, at most; None where that is not known.
         losses: cross-entropies that ran in chunks.
         is_computed: whether something needed the logits themselves.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor) -> None:
-        self.head, self.losses, self.is_computed = head, 0, False
+    def __init__(self, head: nn.Module, hidden: Tensor, counted: int | None = None) -> None:
+        self.head, self.losses, self.is_computed, self.counted = head, 0, False, counted
         self.hidden: Tensor | None = hidden
         self._alive: weakref.WeakSet[LazyLogits] = weakref.WeakSet()
 
@@ -143,6 +144,7 @@ class HeadCall:
                 weights=weights,
                 transform=logits.transform,
                 parameters=logits.operands,
+                counted=self.counted,
             )
 
         assert logits.hidden is not None
@@ -411,10 +413,10 @@ LazyLogits.__hash__ = object.__hash__
 class _StandIn(nn.Module):
     """A stand-in for a head: gives the logits of its calls uncomputed; in all else it is the head."""
 
-    def __init__(self, place: nn.Module, head: nn.Module, calls: list[HeadCall]) -> None:
+    def __init__(self, place: nn.Module, head: nn.Module, calls: list[HeadCall], counted: int | None) -> None:
         super().__init__()
         # Behind nn.Module's back, so that nobody finds the head's parameters twice.
-        vars(self).update(_place=place, _head=head, _calls=calls)
+        vars(self).update(_place=place, _head=head, _calls=calls, _counted=counted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_place"], name)
@@ -425,17 +427,17 @@ class _StandIn(nn.Module):
             return self._place(*args, **kwargs)
         device, head = hidden.device.type, self._head
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        call = HeadCall(head, hidden)
+        call = HeadCall(head, hidden, self._counted)
         self._calls.append(call)
         return LazyLogits(call, hidden, head.out_features, dtype)
 
 
 @contextmanager
-def head_in_chunks(model: nn.Module) -> Iterator[list[HeadCall]]:
+def head_in_chunks(model: nn.Module, counted: int | None = None) -> Iterator[list[HeadCall]]:
     """For calls of ``model`` within this block, compute its head and its loss in chunks, where its forward allows it.
 
-    Yields the calls of the head, as they come. ``model``: bare. Raises ``InputError`` where :func:`head_problem` tells
-    of one.
+    Yields the calls of the head, as they come. ``model``: bare. ``counted``: labels that count, at most, where the host
+    knows. Raises ``InputError`` where :func:`head_problem` tells of one.
     """
     problem = head_problem(model)
     if problem is not None:
@@ -443,7 +445,7 @@ def head_in_chunks(model: nn.Module) -> Iterator[list[HeadCall]]:
     place = _output_embeddings(model)
     assert place is not None
     calls: list[HeadCall] = []
-    stand_in = _StandIn(place, _within_adapters(place), calls)
+    stand_in = _StandIn(place, _within_adapters(place), calls, counted)
     owners = [
         (parent, name)
         for parent in model.modules()

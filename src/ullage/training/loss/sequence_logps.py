@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ullage.core.batch import RaggedBatch
 from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
-from ullage.core.rows import LENGTH_NAMES
+from ullage.core.rows import LENGTH_NAMES, on_device, on_host
 from ullage.mixers.forwards import ModelForward
 from ullage.mixers.wrappers import bare
 from ullage.training.batches.forms import form_of
@@ -62,11 +63,11 @@ def sequence_logps(
             a sequence is never predicted. By default the ``labels`` of ``inputs``, or else its ``input_ids``.
         temperature: the logits are divided by it.
 
-    Exact: equal to a log-softmax over padded rows. Waits for the device, to find the labels that count. Raises
-    ``InputError`` for rows that are padded and for a model that is not packed.
+    Exact: equal to a log-softmax over padded rows. Waits for the device where lengths and labels are not known on the
+    host. Raises ``InputError`` for rows that are padded and for a model that is not packed.
     """
     row = _row_of(model, inputs)
-    ids, bounds = row["input_ids"], row["cu_seq_lens_q"].long()
+    ids, bounds = row["input_ids"], on_host(row["cu_seq_lens_q"])
     given: Tensor = row.get("labels", ids) if labels is None else labels
     labels = given.reshape(-1)
     if labels.numel() != ids.shape[1]:
@@ -75,24 +76,27 @@ def sequence_logps(
             expected=f"{ids.shape[1]} labels",
             found=f"shape {list(labels.shape)}",
         )
-    lengths = bounds.diff()
-    is_counted = labels != IGNORED_LABEL
+    lengths = np.diff(bounds)
+    is_counted = on_host(given).reshape(-1) != IGNORED_LABEL
     is_counted[bounds[:-1][lengths > 0]] = False
-    counted = is_counted.nonzero()[:, 0]
+    counted = np.flatnonzero(is_counted)
     # A token is predicted by the one before it. Of sequences of 3 and 2 tokens, the tokens 1, 2 and 4 are predicted by
     # the logits at 0, 1 and 3; ``of`` is [0, 0, 0, 1, 1].
-    logits = _logits(model, row, counted - 1)
-    targets = labels[counted]
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    places, before, item_ids, counts = (
+        on_device(each, ids.device)
+        for each in (counted, counted - 1, of, np.bincount(of[counted], minlength=len(lengths)))
+    )
+    logits = _logits(model, row, before)
+    targets = labels[places]
     parts = [
         checkpoint(_scores, logits[k : k + _CHUNK], targets[k : k + _CHUNK], temperature, use_reentrant=False)
         for k in range(0, len(counted), _CHUNK)
     ]
     # Without a label that counts, the result still depends on the model, so that a backward pass runs.
     found = torch.cat([*parts, _wide(logits[:0]).sum(1)])
-    per_token = found.new_zeros(labels.numel()).index_copy(0, counted, found)
-    of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    sums = per_token.new_zeros(len(lengths)).index_add(0, of, per_token)
-    counts = torch.zeros_like(lengths).index_add(0, of, is_counted.long())
+    per_token = found.new_zeros(labels.numel()).index_copy(0, places, found)
+    sums = per_token.new_zeros(len(lengths)).index_add(0, item_ids, per_token)
     return SequenceLogps(per_token, sums, sums / counts.clamp(min=1), counts)
 
 

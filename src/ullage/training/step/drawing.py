@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import CheckpointError, DistributedError, TrainingError
 from ullage.core.layout import Int64
+from ullage.core.rows import on_device
 from ullage.exchange.source import deal
 from ullage.planning import Plan
 from ullage.ranks import Axis, agree
@@ -60,7 +61,7 @@ class StepCounts:
     """Counts of a step that the ranks tell each other before it, one row of integers from each.
 
     Attributes:
-        labels: [ranks], label elements that count, on the device.
+        labels: [ranks], label elements that count.
         batches: [ranks], batches drawn, on the host; of a step that the ranks share, samples.
         complete: whether every batch of every rank has labels.
         weight: sum of the weights of the sequences of all ranks, where sequences are weighed; else 0.
@@ -68,7 +69,7 @@ class StepCounts:
         stop: the signal that a rank was asked to stop by, 0 without.
     """
 
-    labels: Tensor
+    labels: Int64
     batches: Int64
     steps: Int64
     complete: bool
@@ -80,7 +81,7 @@ class StepCounts:
     def sum(cls, meetings: Sequence[StepCounts]) -> StepCounts:
         """The counts of a step that was drawn in several rounds."""
         return cls(
-            torch.stack([met.labels for met in meetings]).sum(0),
+            np.sum([met.labels for met in meetings], 0),
             np.sum([met.batches for met in meetings], 0),
             meetings[-1].steps,
             all(met.complete for met in meetings),
@@ -120,11 +121,10 @@ class StepCounts:
                     found=f"(labels, batches) by place in dp: {drawn[..., [0, 3]].tolist()}",
                     hint="a data set that draws random numbers has to draw the same on these ranks",
                 )
-            firsts = [group[0] for group in sharing]
-            told, ranks = told[firsts], ranks[firsts]
+            told = told[[group[0] for group in sharing]]
         batches, weights = told[:, 3], told[:, 5]
         return cls(
-            labels=ranks[:, 0],
+            labels=told[:, 0],
             batches=batches,
             steps=told[:, 6],
             complete=bool(complete.all()),
@@ -630,10 +630,10 @@ class StepSource:
         return met
 
     def _gather(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Integers of every rank, [ranks, n], on the device."""
-        mine = torch.tensor([numbers], device=device)
+        """Integers of every rank, [ranks, n]; on the device where there are several."""
         if self._trainer.args.world_size == 1:
-            return mine
+            return torch.tensor([numbers])
+        mine = torch.tensor([numbers], device=device)
         # gather concatenates along the first dimension, which is 1 here, so it becomes the ranks.
         # The first meeting of a step: whoever is ready early waits here for the last.
         with self._meter.times.measure("wait"):
@@ -642,7 +642,7 @@ class StepSource:
         self._lost_ranks.met()
         return ranks
 
-    def _num_items(self, labels: Tensor, complete: bool) -> Tensor | None:
+    def _num_items(self, labels: Int64, complete: bool) -> Tensor | None:
         """The divisor of this rank's loss: labels of the step over all ranks, or its own if it averages so.
 
         ``labels`` [ranks]: that count. ``None`` where not all batches have labels. Where none counts, 1: a sum over
@@ -651,14 +651,14 @@ class StepSource:
         if not complete:
             return None
         total = labels.sum()
-        if int(total) == 0:
+        if total == 0:
             self._meet_an_empty_step()
         args = self._trainer.args
         if not args.average_tokens_across_devices:
             # Trainer averages the losses of nn.DataParallel's replicas, each of which is divided by this number; with
             # the average over devices it multiplies them by the replicas instead.
             total = labels[args.process_index if args.world_size > 1 else 0] // max(args.n_gpu, 1)
-        total = total.clamp(min=1)
+        total = on_device(np.array(max(int(total), 1)), self._trainer.args.device)
         # DataParallel gives each replica a part of every tensor, so each needs the number.
         return total if args.n_gpu <= 1 else total.unsqueeze(0).expand(args.n_gpu, -1)
 

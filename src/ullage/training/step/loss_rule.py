@@ -12,7 +12,9 @@ import torch
 from accelerate.utils import has_compiled_regions, is_compiled_module
 from torch import Tensor, nn
 
+from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
+from ullage.core.rows import on_host
 from ullage.mixers.packed_model import runs_whole
 from ullage.training.batches import counting
 from ullage.training.batches.reading import BatchReader
@@ -60,7 +62,7 @@ class LossRule:
         """
         self._require_labels(inputs)
         inputs = self._with_decoder_inputs(inputs)
-        with self._head(model, return_outputs):
+        with self._head(model, inputs, return_outputs):
             return self._weighed(compute, model, inputs, return_outputs, num_items_in_batch)
 
     def _require_labels(self, inputs: dict[str, Any]) -> None:
@@ -130,11 +132,13 @@ class LossRule:
             return weighted_token_loss(logits, inputs["shift_labels"], weights, shifts=False)
         return weighted_token_loss(logits, labels, weights, shifts=bool(self._reader.shifts))
 
-    def _head(self, model: nn.Module, return_outputs: bool) -> AbstractContextManager[Any]:
+    def _head(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> AbstractContextManager[Any]:
         """The way of the model's head in one call: in chunks with its loss where it can, else as it is."""
         reason = "outputs are asked for" if return_outputs else self._needs_logits(model)
         if reason is None:
-            return head_in_chunks(self._reader.model)
+            labels = inputs.get("shift_labels", inputs.get(self._reader.label_name or ""))
+            known = on_host(labels) if isinstance(labels, Tensor) and labels.is_cuda and not labels.is_nested else None
+            return head_in_chunks(self._reader.model, None if known is None else int((known != IGNORED_LABEL).sum()))
         if reason != self._told:
             _logger.debug("head and loss run on all tokens at once: %s", reason)
             self._told = reason

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ullage.core.batch import RaggedBatch
 from ullage.core.errors import InputError
 from ullage.core.layout import Int64, Layout
-from ullage.core.rows import alike
+from ullage.core.rows import alike, on_host
 from ullage.exchange import exchange, gather_lengths, materialize
 from ullage.exchange.lengths import gather_or_fail
 from ullage.mixers.by_lengths import require_one_loss
@@ -478,7 +478,8 @@ class Packer:
         if division == "sum" or self.weigher.is_on:
             return shares([microbatch.numel() for microbatch in batch.microbatches], batch.num_tokens)
         if division == "token_mean":
-            return shares(map(self._reader.num_labels, batch.microbatches), int(num_items_in_batch))
+            count = int(on_host(torch.as_tensor(num_items_in_batch)))
+            return shares(map(self._reader.num_labels, batch.microbatches), count)
         if division == "total":
             return [float(len(each) > 0) for each in batch.microbatches]
         return shares(map(len, batch.microbatches), len(batch.plan.order))
