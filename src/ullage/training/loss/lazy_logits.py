@@ -1,10 +1,11 @@
 """Logits that are not computed: a model's own forward runs on them as far as its loss, which then runs in chunks.
 
-For one call a stand-in takes the place of the head and hands its hidden states on, as :class:`LazyLogits`. What selects
-tokens or changes the other dims is done to the hidden states at once. What changes each score by itself (a scale, a
-soft cap, a bias, a cast) is kept, to be done to the scores of a chunk. Where ``torch.nn.functional.cross_entropy`` gets
-them, head and loss run in chunks (:mod:`ullage.training.loss.chunked_loss`). Anything else computes the logits, and the
-call goes on with them as it would have without: the loss is the same either way.
+Models slice, scale, cap and cast their logits in ways of their own before they hand them to a loss. None of these
+forwards is written again here. For one call a stand-in takes the place of the head and hands its hidden states on, as
+:class:`LazyLogits`. What selects tokens or changes the other dims is done to the hidden states at once. What changes
+each score by itself (a scale, a soft cap, a bias, a cast) is kept, to be done to the scores of a chunk. Where
+``torch.nn.functional.cross_entropy`` gets them, head and loss run in chunks (:mod:`ullage.training.loss.chunked_loss`).
+Anything else, a trained bias too, computes the logits, and the call goes on with them: the loss is the same either way.
 
 What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
 """
@@ -88,7 +89,7 @@ class LazyLogits:
             result = mine[0]._recorded(name, func, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
-        if _is_in_place(func.__name__) and any(len(each.call.alive) > 1 for each in mine):
+        if _is_in_place(func.__name__) and isinstance(args[0], cls) and len(args[0].call.alive) > 1:
             raise InputError(
                 "logits that are not computed cannot be changed in place while parts of them are held",
                 where=func.__name__,
@@ -337,11 +338,9 @@ def _within_adapters(place: nn.Module) -> nn.Module:
 
 def _is_linear(head: nn.Module) -> bool:
     """Whether a head is torch's linear layer, or one that PEFT's LoRA has put in its place."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return True
-    base = getattr(head, "base_layer", None)
     is_lora = type(head).__module__.startswith("peft.tuners.lora") and type(head).__name__ == "Linear"
-    return is_lora and isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
+    layer = getattr(head, "base_layer", None) if is_lora else head
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
 def _is_engines(hook: Any) -> bool:
