@@ -26,7 +26,7 @@ BUDGET = {
     "proofs": 700,
     "ranks": 1200,
     "report": 1500,
-    "training": 13950,
+    "training": 13850,
 }
 
 

@@ -14,7 +14,7 @@ from ullage.core.errors import UllageError
 from ullage.core.replacing import replaced
 from ullage.models import RecurrentConfig, RecurrentForCausalLM
 from ullage.training import RaggedCollator
-from ullage.training.loss.lazy_logits import HeadCall
+from ullage.training.loss.lazy_logits import LazyLogits
 
 VOCAB = 61
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -144,8 +144,8 @@ def run(name, folder, stage=0, resume=None, **options):
     watch = Watch()
     watch.trainer = trainer
     trainer.add_callback(watch)
-    in_chunks, loss, steps = [], HeadCall.loss, packed_steps(trainer)
-    counted = replaced(HeadCall, "loss", lambda call, *rest: in_chunks.append(1) or loss(call, *rest))
+    in_chunks, loss, steps = [], LazyLogits.loss, packed_steps(trainer)
+    counted = replaced(LazyLogits, "loss", lambda call, *rest: in_chunks.append(1) or loss(call, *rest))
     with counted, said_by_ullage() as said:
         metrics = trainer.train(resume_from_checkpoint=resume and os.path.join(folder, resume)).metrics
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -16,7 +16,7 @@ from ullage.attention.heads import loss_shifts
 from ullage.cli.train import decided
 from ullage.engines.fsdp.model import require_supported
 from ullage.training import RaggedCollator, Trainer, TrainingArguments
-from ullage.training.loss.lazy_logits import HeadCall
+from ullage.training.loss.lazy_logits import LazyLogits
 from ullage.training.loss.sequence_weights import kind_of_loss, weighted_cross_entropy, weighted_token_loss
 from ullage.training.run.beginning import describe_arguments
 
@@ -248,8 +248,8 @@ def test_zero_weighs_sequences_as_one_process_does(tmp_path):
 
 def test_weighed_labels_run_in_chunks_with_their_head(tmp_path, monkeypatch):
     in_chunks, heads, found = [], [], []
-    run = HeadCall.loss
-    monkeypatch.setattr(HeadCall, "loss", lambda self, *args: in_chunks.append(1) or run(self, *args))
+    run = LazyLogits.loss
+    monkeypatch.setattr(LazyLogits, "loss", lambda self, *args: in_chunks.append(1) or run(self, *args))
     for chunked in (True, False):
         mine = trainer(tmp_path, llama(), WEIGHED, packing_chunked_loss=chunked)
         found.append(first_loss(mine))

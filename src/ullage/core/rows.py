@@ -37,7 +37,7 @@ _REMEMBERED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def remembered(tensor: Tensor, name: Any, make: Callable[[], Any]) -> Any:
     """The result of ``make``, made once per state of ``tensor`` and kept for as long as that lives."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.is_inference():
         return make()
     # torch counts writes to a tensor in its version: a tensor that was written to holds other numbers.
     if tensor not in _REMEMBERED or _REMEMBERED[tensor][0] != tensor._version:

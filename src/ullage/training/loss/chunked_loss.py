@@ -13,8 +13,7 @@ Source of the method: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ def chunked_cross_entropy(
     *,
     weights: Tensor | None = None,
     transform: Transform | None = None,
-    parameters: Sequence[Tensor] = (),
     chunk: int | None = None,
     counted: int | None = None,
 ) -> Tensor:
@@ -58,8 +56,7 @@ def chunked_cross_entropy(
             called without its hooks.
         labels: [T], int64, not to be shifted any more; a token of label -100 is not computed.
         weights: [T] or a number in a tensor; of every token alike, 1 by default. No gradient reaches them.
-        transform: of scores [n, words], each token by itself: a scale, a soft cap. Its last dim may become smaller.
-        parameters: tensors within ``transform`` that need a gradient.
+        transform: of scores [n, words], each token by itself: a scale, a soft cap. What it is made of gets no gradient.
         chunk: tokens at once; chosen by the number of words if None.
         counted: labels that count, at most; those that do not are computed with a weight of zero.
 
@@ -89,68 +86,23 @@ def chunked_cross_entropy(
         index = counts.byte().argsort(descending=True, stable=True)[:counted]
         hidden, labels = hidden.index_select(0, index), labels[index].clamp(min=0)
         weights = counts[index].to(hidden.dtype) if weights is None else weights[index] * counts[index]
-    # A parameter may stand in both, and gets one gradient.
-    trained = {id(each): each for each in (*head.parameters(), *parameters) if each.requires_grad}
-    sums = _Sums(trained if torch.is_grad_enabled() else {}, torch.is_grad_enabled())
-    projection = _Linear(head, sums) if is_plain(head) else _Module(head, sums)
-    scores = _Scores(projection, transform, sums)
-    return _ChunkedLoss.apply(hidden, labels, weights, scores, chunk, *sums.parameters)
-
-
-def is_plain(head: nn.Module) -> bool:
-    """Whether a head is torch's own linear layer, so that its gradients are two products."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-
-
-class _Sums:
-    """Gradients of parameters, summed over chunks in float32 or, where those are, in float64.
-
-    ``parameters``: those that need one, by id. ``enabled``: whether gradients are asked for at all.
-    """
-
-    def __init__(self, parameters: dict[int, Tensor], enabled: bool) -> None:
-        self.parameters, self.enabled = list(parameters.values()), enabled
-        self._sums: dict[int, Tensor] = {}
-
-    def of(self, parameter: Tensor | None) -> Tensor | None:
-        """The sum so far, to add to in place; None for a parameter that needs no gradient."""
-        if parameter is None or not any(each is parameter for each in self.parameters):
-            return None
-        if id(parameter) not in self._sums:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            self._sums[id(parameter)] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return self._sums[id(parameter)]
-
-    def backward(self, outputs: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of ``inputs``, of which ``outputs`` were made; those of the parameters are added to the sums."""
-        wanted = [inputs, *self.parameters]
-        found = torch.autograd.grad(outputs, wanted, gradient.to(outputs.dtype), allow_unused=True)
-        for parameter, part in zip(self.parameters, found[1:], strict=True):
-            total = self.of(parameter)
-            if part is not None and total is not None:
-                total.add_(part)
-        return torch.zeros_like(inputs) if found[0] is None else found[0]
-
-    def take(self) -> list[Tensor]:
-        """The sums, each in the dtype of its parameter; they are then forgotten."""
-        taken = []
-        for parameter in self.parameters:
-            total = self.of(parameter)
-            assert total is not None
-            del self._sums[id(parameter)]
-            taken.append(total.to(parameter.dtype))
-        return taken
+    enabled = torch.is_grad_enabled()
+    trained = [each for each in head.parameters() if each.requires_grad] if enabled else []
+    return _ChunkedLoss.apply(hidden, labels, weights, head, transform, chunk, enabled, *trained)
 
 
 class _Linear:
-    """Projection by a linear layer. Under autocast it runs in autocast's dtype, into which its weight is cast once."""
+    """Projection by a linear layer. Under autocast it runs in autocast's dtype, into which its weight is cast once.
 
-    def __init__(self, head: nn.Linear | Any, sums: _Sums) -> None:
-        self.head, self.sums = head, sums
+    ``sums``: by id of a parameter, its gradient so far; the others need none.
+    """
+
+    def __init__(self, head: nn.Linear | Any, sums: dict[int, Tensor]) -> None:
         device = head.weight.device.type
         self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
         self.weight = head.weight.detach().to(self.dtype)
         self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
+        self._of_weight, self._of_bias = sums.get(id(head.weight)), sums.get(id(head.bias))
         self._buffer: Tensor | None = None
 
     def scores(self, rows: Tensor) -> Tensor:
@@ -163,80 +115,68 @@ class _Linear:
 
     def backward(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of the rows; those of weight and bias are added to the sums. ``gradient``: of their scores."""
-        gradient, rows = gradient.to(self.dtype), rows.to(self.dtype)
-        weight, bias = self.sums.of(self.head.weight), self.sums.of(self.head.bias)
-        if weight is not None and weight.dtype == self.dtype:
-            weight.addmm_(gradient.T, rows)
-        elif weight is not None and rows.is_cuda and weight.dtype == torch.float32 and _SUMS_PRODUCTS:
-            torch.addmm(weight, gradient.T, rows, out_dtype=torch.float32, out=weight)
-        elif weight is not None:
-            weight.add_(gradient.T @ rows)
-        if bias is not None:
-            bias.add_(gradient.sum(0, dtype=bias.dtype))
+        gradient, rows, total = gradient.to(self.dtype), rows.to(self.dtype), self._of_weight
+        if total is not None and total.dtype == self.dtype:
+            total.addmm_(gradient.T, rows)
+        elif total is not None and rows.is_cuda and total.dtype == torch.float32 and _SUMS_PRODUCTS:
+            torch.addmm(total, gradient.T, rows, out_dtype=torch.float32, out=total)
+        elif total is not None:
+            total.add_(gradient.T @ rows)
+        if self._of_bias is not None:
+            self._of_bias.add_(gradient.sum(0, dtype=self._of_bias.dtype))
         return gradient @ self.weight
 
 
 class _Module:
     """Projection by any module, such as a linear layer with adapters; autograd goes through it chunk by chunk."""
 
-    def __init__(self, head: nn.Module, sums: _Sums) -> None:
-        self.head, self.sums = head, sums
-        self._graph: tuple[Tensor, Tensor] | None = None
+    def __init__(self, head: nn.Module, sums: dict[int, Tensor]) -> None:
+        self._head, self._sums = head, sums
+        self._trained = [each for each in head.parameters() if id(each) in sums]
 
     def scores(self, rows: Tensor) -> Tensor:
         """[n, words] of rows [n, H]."""
-        if not self.sums.enabled:
-            return self.head.forward(rows)
         with torch.enable_grad():
-            rows = rows.detach().requires_grad_()
-            scores = self.head.forward(rows)
-        self._graph = rows, scores
-        return scores.detach()
+            self._rows = rows.detach().requires_grad_()
+            self._scores = self._head.forward(self._rows)
+        return self._scores.detach().clone()
 
     def backward(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of the rows; those of the head's parameters are added to the sums."""
-        assert self._graph is not None
-        rows, scores = self._graph
-        self._graph = None
-        return self.sums.backward(scores, rows, gradient) if scores.requires_grad else torch.zeros_like(rows)
+        wanted = [self._rows, *self._trained]
+        found, *parts = torch.autograd.grad(self._scores, wanted, gradient.to(self._scores.dtype), allow_unused=True)
+        for parameter, part in zip(self._trained, parts, strict=True):
+            if part is not None:
+                self._sums[id(parameter)].add_(part)
+        return found
 
 
-class _Scores:
-    """Scores of chunks, as the loss compares them, and the way back from their gradient."""
-
-    def __init__(self, projection: _Linear | _Module, transform: Transform | None, sums: _Sums) -> None:
-        self.projection, self.transform, self.sums = projection, transform, sums
-
-    def loss_of(self, rows: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weighed loss of one chunk, and the gradient of its rows [n, H]; None where none is asked for."""
-        logits = self.projection.scores(rows)
-        if self.transform is None:
-            given = made = logits
-        else:
-            with torch.enable_grad() if self.sums.enabled else contextlib.nullcontext():
-                # A leaf of its own, behind which the projection goes on by itself.
-                given = logits.detach().requires_grad_(self.sums.enabled)
-                made = self.transform(given)
-        # The loss is computed in float32 or better, in place where nobody needs the scores any more.
-        dtype = torch.promote_types(made.dtype, torch.float32)
-        mine = made.detach().to(dtype, copy=made is not logits or isinstance(self.projection, _Module))
-        # -log softmax = log Σ exp(s - max) - (s at the label - max)
-        mine.sub_(mine.amax(1, keepdim=True))
-        of_labels = mine.gather(1, labels[:, None]).squeeze(1)
-        total = mine.exp_().sum(1)
-        losses = total.log() - of_labels
-        weighed = losses if weights is None else losses * weights.to(dtype)
-        if not self.sums.enabled:
-            return weighed.sum(), None
+def _loss_of(
+    scores: Tensor, labels: Tensor, weights: Tensor | None, transform: Transform | None, enabled: bool
+) -> tuple[Tensor, Tensor]:
+    """The weighed loss of a chunk, and the gradient of its scores [n, words] if ``enabled``. Overwrites them."""
+    given = made = scores
+    if transform is not None:
+        with torch.set_grad_enabled(enabled):
+            given = scores.requires_grad_(enabled)
+            made = transform(given)
+    # The loss is computed in float32 or better, in place where nobody needs the scores any more.
+    dtype = torch.promote_types(made.dtype, torch.float32)
+    mine = made.detach().to(dtype, copy=transform is not None)
+    # -log softmax = log Σ exp(s - max) - (s at the label - max)
+    mine.sub_(mine.amax(1, keepdim=True))
+    of_labels = mine.gather(1, labels[:, None]).squeeze(1)
+    total = mine.exp_().sum(1)
+    losses = total.log() - of_labels
+    ones = torch.ones_like(losses) if weights is None else weights.to(dtype)
+    if enabled:
         # Its gradient: softmax minus one at the label, times the weight. Of scores [2, 0, 0] with label 0 softmax is
         # [0.79, 0.11, 0.11], and the gradient [-0.21, 0.11, 0.11].
-        scale = total.reciprocal_() if weights is None else weights.to(dtype) / total
-        mine.mul_(scale[:, None])
-        ones = torch.ones_like(scale) if weights is None else weights.to(dtype)
+        mine.mul_((ones / total)[:, None])
         mine.scatter_add_(1, labels[:, None], -ones[:, None])
-        if self.transform is not None:
-            mine = self.sums.backward(made, given, mine)
-        return weighed.sum(), self.projection.backward(rows, mine)
+        if transform is not None:
+            (mine,) = torch.autograd.grad(made, given, mine.to(made.dtype))
+    return (losses * ones).sum(), mine
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -248,21 +188,30 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         labels: Tensor,
         weights: Tensor | None,
-        scores: _Scores,
+        head: nn.Module,
+        transform: Transform | None,
         chunk: int | None,
+        enabled: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        sums, needs_hidden = scores.sums, hidden.requires_grad
+        device, is_plain = hidden.device.type, _is_linear(head)
+        dtypes = [torch.promote_types(each.dtype, torch.float32) for each in parameters]
+        sums = {id(each): torch.zeros_like(each, dtype=dtype) for each, dtype in zip(parameters, dtypes, strict=True)}
+        projection = (_Linear if is_plain else _Module)(head, sums)
         loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        gradient = torch.zeros_like(hidden) if sums.enabled and needs_hidden else None
-        for part in _chunks(len(labels), scores.projection.head, chunk, hidden.device.type):
+        gradient = torch.zeros_like(hidden) if enabled and hidden.requires_grad else None
+        # A plain layer has cast by itself; for a module, autocast keeps nothing over chunks.
+        autocast = torch.is_autocast_enabled(device) and not is_plain
+        for part in _chunks(len(labels), head, chunk, device):
             rows = hidden[part].detach()
-            with _autocast_for(scores.projection, hidden.device.type):
-                weighed, of_rows = scores.loss_of(rows, labels[part], None if weights is None else weights[part])
+            with torch.autocast(device, torch.get_autocast_dtype(device), enabled=autocast, cache_enabled=False):
+                given = None if weights is None else weights[part]
+                weighed, of_scores = _loss_of(projection.scores(rows), labels[part], given, transform, enabled)
+                of_rows = projection.backward(rows, of_scores) if enabled else None
             loss += weighed
             if gradient is not None and of_rows is not None:
                 gradient[part] = of_rows
-        ctx.gradients = [gradient, *sums.take()] if sums.enabled else None
+        ctx.gradients = [gradient, *(sums.pop(id(each)).to(each.dtype) for each in parameters)] if enabled else None
         return loss
 
     @staticmethod
@@ -275,7 +224,12 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         # In place: nobody else has them.
         hidden, *others = [None if each is None else each.mul_(outer[0].to(each.dtype)) for each in gradients]
-        return hidden, None, None, None, None, *others
+        return hidden, None, None, None, None, None, None, *others
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Whether a head is torch's own linear layer, so that its gradients are two products."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
 
 
 def _chunks(number: int, head: nn.Module, chunk: int | None, device: str) -> list[slice]:
@@ -288,12 +242,3 @@ def _chunks(number: int, head: nn.Module, chunk: int | None, device: str) -> lis
     # Nine tokens, at most four at once, are three chunks of 3, not 4, 4 and 1.
     size = -(-number // -(-number // chunk))
     return [slice(start, min(start + size, number)) for start in range(0, number, size)]
-
-
-def _autocast_for(projection: _Linear | _Module, device: str) -> Any:
-    """No autocast for a plain layer, which has cast by itself; for a module, one that keeps nothing over chunks."""
-    if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    if isinstance(projection, _Linear):
-        return torch.autocast(device, enabled=False)
-    return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)

@@ -1,30 +1,26 @@
 """Logits that are not computed: a model's own forward runs on them as far as its loss, which then runs in chunks.
 
 Models slice, scale, cap and cast their logits in ways of their own before they hand them to a loss. None of these
-forwards is written again here. For one call a stand-in takes the place of the head. It returns :class:`LazyLogits`: the
-hidden states, and what is done to their scores, recorded operation by operation. Where they reach
-``torch.nn.functional.cross_entropy``, as they do in every loss of transformers over words, head and loss run in chunks
-(:mod:`ullage.training.loss.chunked_loss`). An operation that cannot be recorded computes the logits, and the call goes
-on with them as it would have without: the loss is the same either way.
-
-A slice of tokens or another form of the leading dims is the same of the hidden states, as long as the last dim stays
-apart from the others. :func:`_indexed` and :func:`_reshaped` give the hidden states of the result, and a step on the
-scores if the last dim is cut; None for what is no such view.
+forwards is written again here. For one call a stand-in takes the place of the head and hands its hidden states on, as
+:class:`LazyLogits`. What selects tokens or changes the other dims is done to the hidden states at once. What changes
+each score by itself (a scale, a soft cap, a bias, a cast) is kept, to be done to the scores of a chunk. Where
+``torch.nn.functional.cross_entropy`` gets them, head and loss run in chunks (:mod:`ullage.training.loss.chunked_loss`).
+Anything else, a trained bias too, computes the logits, and the call goes on with them: the loss is the same either way.
 
 What the outputs then hold as logits is not there. Whoever uses it after the call gets an error that names the switch.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,123 +28,198 @@ from ullage.core.columns import IGNORED_LABEL
 from ullage.core.errors import InputError
 from ullage.training.loss.chunked_loss import chunked_cross_entropy
 
-#: An operation on scores [n, words].
-ScoreStep = Callable[[Tensor], Tensor]
-View = tuple[Tensor, ScoreStep | None]
-
-
-def _indexed(hidden: Tensor, words: int, index: Any) -> View | None:
-    # Of hidden states [N, T, H], s[None, 1:, ..., :7] has the entries [None, 1:, :, :7], of which the last is about
-    # words: the hidden states are those of [None, 1:, :, :], and the scores of each are cut to seven.
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if not all(each is None or each is Ellipsis or isinstance(each, (int, slice, Tensor)) for each in entries):
-        return None
-    taken = [0 if each is None or each is Ellipsis else _dims_of(each) for each in entries]
-    rest = hidden.ndim - sum(taken)
-    places = [place for place, each in enumerate(entries) if each is Ellipsis]
-    if rest < 0 or len(places) > 1:
-        return None
-    place = places[0] if places else len(entries)
-    entries[place : place + 1] = [slice(None)] * rest
-    # The last entry that takes a dim takes that of the words.
-    last = max((place for place, each in enumerate(entries) if each is not None), default=None)
-    if last is None or not isinstance(entries[last], slice) or any(each is None for each in entries[last:]):
-        return None
-    chosen, entries[last] = entries[last], slice(None)
-    rows = hidden[tuple(entries)]
-    if chosen.indices(words) == (0, words, 1):
-        return rows, None
-    return rows, lambda scores: scores[..., chosen]
-
-
-def _dims_of(entry: Any) -> int:
-    is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
-    return entry.ndim if is_mask else 1
-
-
-def _reshaped(
-    hidden: Tensor, words: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> View | None:
-    # Torch itself tells the sizes, in whatever way they are asked for: [2, 6, words].view(-1, words) is [12, words], so
-    # hidden states [2, 6, H] become [12, H]. Where the last dim is that of the words, all others were among themselves.
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
-        return None
-    try:
-        sizes = func(torch.empty((*hidden.shape[:-1], words), device="meta"), *args, **kwargs).shape
-    except (RuntimeError, TypeError):  # with no tokens, -1 could be anything
-        return None
-    if len(sizes) < 2 or sizes[-1] != words or prod(sizes[:-1]) != prod(hidden.shape[:-1]) or not hidden.numel():
-        return None
-    return hidden.reshape(*sizes[:-1], hidden.shape[-1]), None
-
-
-#: Operations that change the dims alone.
+#: Operations that change the dims alone, in the order of the elements.
 _RESHAPING = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
-#: Operations on each score by itself, with numbers, single values or one value per word beside it.
+#: Operations on each score by itself, with numbers or one value per word beside it.
 _ELEMENTWISE = frozenset({
-    "add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "divide", "truediv", "true_divide",
-    "neg", "negative", "tanh", "clamp", "clip", "float", "double", "bfloat16", "half", "to",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "neg", "tanh", "clamp",
+    "float", "double", "bfloat16", "half", "to",
 })  # fmt: skip
-_EITHER_WAY = frozenset({"add", "radd", "mul", "rmul", "multiply"})
-_IN_PLACE = frozenset({
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
-})  # fmt: skip
-_OPERATORS = (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
-    "__pow__", "__rpow__", "__matmul__", "__rmatmul__", "__floordiv__", "__mod__", "__abs__", "__invert__",
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__",
-    "__getitem__", "__iter__", "__bool__", "__float__", "__int__", "__array__",
-)  # fmt: skip
-_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_EITHER_WAY = frozenset({"add", "radd", "mul", "rmul"})
+_SIZES = frozenset({"size", "dim", "numel", "len", "is_floating_point"})
 
 
+@dataclass(eq=False)
 class HeadCall:
     """One call of a head in whose place a stand-in was called.
 
     Attributes:
         head: the module.
-        hidden: [..., H], what it was given; None once the call of the model has ended.
         counted: labels that count in its loss, at most; None where that is not known.
         losses: cross-entropies that ran in chunks.
         is_computed: whether something needed the logits themselves.
+        has_ended: whether the call of the model has.
+        alive: the logits of it, and parts of them, that somebody holds.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, counted: int | None = None) -> None:
-        self.head, self.losses, self.is_computed, self.counted = head, 0, False, counted
-        self.hidden: Tensor | None = hidden
-        self._alive: weakref.WeakSet[LazyLogits] = weakref.WeakSet()
+    head: Any
+    counted: int | None = None
+    losses: int = 0
+    is_computed: bool = False
+    has_ended: bool = False
+    alive: weakref.WeakSet[LazyLogits] = field(default_factory=weakref.WeakSet)
 
-    def end(self) -> None:
-        """Let go of the hidden states: nothing is computed of them any more."""
-        self.hidden = None
-        for each in self._alive:
-            each.forget()
 
-    def remember(self, logits: LazyLogits) -> None:
-        self._alive.add(logits)
+class LazyLogits:
+    """Scores [..., words] of hidden states [..., H] that are not computed before an operation needs them.
 
-    def compute_all(self) -> None:
-        """Compute all logits of this call that somebody still holds, as views of each other where they are."""
-        for each in list(self._alive):
-            each.compute()
+    Attributes:
+        call: of the head that would have made them.
+        hidden: [..., H], with what selections and views have done to all but the last dim.
+        like: [..., words], a tensor of their shape, dtype and device that takes no memory.
+        steps: what has been done to each score: function, arguments and keywords.
+    """
 
-    def loss(self, logits: LazyLogits, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The sum of the cross-entropies of ``logits`` [T, words], times ``weights`` [T] if given, in chunks."""
-        self.losses += 1
+    def __init__(self, call: HeadCall, hidden: Tensor, like: Tensor, steps: tuple[Any, ...] = ()) -> None:
+        self.call, self.hidden, self.like, self.steps = call, hidden, like, steps
+        self._computed: Tensor | None = None
+        call.alive.add(self)
 
-        def run(hidden: Tensor) -> Tensor:
-            return chunked_cross_entropy(
-                hidden,
-                self.head,
-                labels,
-                weights=weights,
-                transform=logits.transform,
-                parameters=logits.operands,
-                counted=self.counted,
+    def __repr__(self) -> str:
+        return f"LazyLogits({'not there' if self.call.has_ended else list(self.like.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        # An operator and the function that it stands for are one: __mul__, mul.
+        name, kwargs = func.__name__.strip("_"), dict(kwargs or {})
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
+        if len(args) == 2 and name in _EITHER_WAY and not isinstance(args[0], cls):
+            args = args[::-1]  # a scale that stands before them
+        mine = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        if len(mine) == 1 and mine[0] is args[0] and mine[0]._computed is None:
+            result = mine[0]._recorded(name, func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        if _is_in_place(func.__name__) and isinstance(args[0], cls) and len(args[0].call.alive) > 1:
+            raise InputError(
+                "logits that are not computed cannot be changed in place while parts of them are held",
+                where=func.__name__,
+                hint="set TrainingArguments(packing_chunked_loss=False)",
+            )
+        given: Any = tree_map(lambda each: each.compute() if isinstance(each, cls) else each, (args, kwargs))
+        return func(*given[0], **given[1])
+
+    def _recorded(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, not computed either, or the loss; ``NotImplemented`` for any other operation."""
+        self._require_there()
+        if name == "cross_entropy":
+            return self._cross_entropy(*args, **kwargs)
+        if name in _SIZES:
+            return func(self.like, *args, **kwargs)
+        if name == "contiguous":
+            return self
+        if name == "getitem":
+            return self._selected(args[0])
+        if name in _ELEMENTWISE:
+            return self._elementwise(func, args, kwargs)
+        if name not in _RESHAPING or any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+            return NotImplemented
+        # [2, 6, words].view(-1, words) is [12, words], so hidden states [2, 6, H] become [12, H].
+        shape = func(self.like, *args, **kwargs).shape
+        if len(shape) < 2 or shape[-1] != self.like.shape[-1]:
+            return NotImplemented
+        return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+
+    def _with(self, hidden: Tensor) -> LazyLogits:
+        like = self.like.new_empty(()).expand(*hidden.shape[:-1], self.like.shape[-1])
+        return LazyLogits(self.call, hidden, like, self.steps)
+
+    def _selected(self, index: Any) -> Any:
+        # Of [2, 6, 9] and [2, 6, 8], what leaves the last dim as it is makes [..., 9] and [..., 8].
+        words, entries = self.like.shape[-1], index if isinstance(index, tuple) else (index,)
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            keeps_words = index.ndim < self.like.ndim
+        elif all(each is None or each is Ellipsis or isinstance(each, (int, slice)) for each in entries):
+            keeps_words = self.like[index].shape[-1:] + self.like[..., 1:][index].shape[-1:] == (words, words - 1)
+        else:
+            keeps_words = False
+        return self._with(self.hidden[index]) if keeps_words else NotImplemented
+
+    def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(prod(each.shape[:-1]) != 1 or each.ndim > self.like.ndim or each.requires_grad for each in operands):
+            return NotImplemented
+        # A value per word [1, 1, words] stands beside scores [n, words] too, without its dims of size one.
+        args, kwargs = tree_map(
+            lambda each: each.reshape(each.shape[-1:]) if isinstance(each, Tensor) else each, (args, kwargs)
+        )
+        # What an operation makes of no scores at all tells its dtype and device.
+        none = func(self.like.new_empty(0, self.like.shape[-1]), *args, **kwargs)
+        if none.device != self.like.device or none.shape[-1] != self.like.shape[-1]:
+            return NotImplemented
+        like = none.new_empty(()).expand(self.like.shape)
+        return LazyLogits(self.call, self.hidden, like, (*self.steps, (func, args, kwargs)))
+
+    def _cross_entropy(
+        self, target: Any, *, ignore_index: int, reduction: str, label_smoothing: float, **others: Any
+    ) -> Any:
+        """``torch.nn.functional.cross_entropy``, which names all its arguments, in chunks; or ``NotImplemented``."""
+        is_index = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.like.shape[:-1]
+        is_plain = not label_smoothing and all(each is None for each in others.values())
+        if not is_plain or not is_index or self.like.ndim != 2 or reduction not in ("sum", "mean"):
+            return NotImplemented
+        if ignore_index != IGNORED_LABEL:
+            target = target.masked_fill(target == ignore_index, IGNORED_LABEL)
+        loss = self.loss(target).to(torch.promote_types(self.like.dtype, torch.float32))
+        return loss / (target != IGNORED_LABEL).sum() if reduction == "mean" else loss
+
+    def loss(self, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of the cross-entropies of these logits [T, words], times ``weights`` [T] if given, in chunks."""
+        head, steps = self.call.head, self.steps
+        while steps and steps[-1][0] is Tensor.float:
+            steps = steps[:-1]  # a loss in chunks is computed in float32 in any case
+        transform = functools.partial(_after, steps) if steps else None
+        self.call.losses += 1
+        options = {"labels": labels, "weights": weights, "transform": transform, "counted": self.call.counted}
+        return _within(head, functools.partial(chunked_cross_entropy, head=head, **options), self.hidden)
+
+    def compute(self) -> Tensor:
+        """The logits themselves, computed once."""
+        if self._computed is None:
+            self._require_there()
+            self.call.is_computed = True
+            self._computed = _after(self.steps, self.call.head(self.hidden))
+        return self._computed
+
+    def _require_there(self) -> None:
+        if self.call.has_ended:
+            raise InputError(
+                "these logits were not computed: head and loss ran in chunks, which never hold them all",
+                where="outputs.logits",
+                expected="only the loss to be used in training",
+                hint="set TrainingArguments(packing_chunked_loss=False) to have logits too",
             )
 
-        assert logits.hidden is not None
-        return _within(self.head, run, logits.hidden)
+    def __getattr__(self, name: str) -> Any:
+        known = getattr(Tensor, name, None)
+        if name.startswith("__") or known is None:
+            raise AttributeError(name)
+        if callable(known):
+            return functools.partial(self._run, known)
+        self._require_there()
+        found = getattr(self.like, name)
+        return getattr(self.compute(), name) if isinstance(found, Tensor) else found
+
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return LazyLogits.__torch_function__(func, (), (self, *args), kwargs)
+
+
+# All operators are functions of tensors, comparisons too.
+for _name in ({*dir(Tensor)} - {*dir(object)}) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}:
+    if _name.startswith("__") and not _name.startswith("__torch_") and callable(getattr(Tensor, _name)):
+        setattr(LazyLogits, _name, functools.partialmethod(LazyLogits._run, getattr(Tensor, _name)))
+
+
+def _after(steps: tuple[Any, ...], scores: Tensor) -> Tensor:
+    for func, args, kwargs in steps:
+        scores = func(scores, *args, **kwargs)
+    return scores
+
+
+def _is_in_place(name: str) -> bool:
+    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return is_operator or name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -176,240 +247,6 @@ def _within(head: nn.Module, function: Callable[[Tensor], Tensor], hidden: Tenso
         vars(head).pop("forward", None)
 
 
-class LazyLogits:
-    """Scores [..., words] of hidden states [..., H] that are not computed before an operation needs them.
-
-    Attributes:
-        call: of the head that would have made them.
-        hidden: [..., H], with what slices and views have done to all but the last dim.
-        steps: what has been done to each score, in order.
-        operands: tensors within ``steps``.
-        words: size of the last dim.
-        dtype: of the scores.
-    """
-
-    def __init__(
-        self,
-        call: HeadCall,
-        hidden: Tensor,
-        words: int,
-        dtype: torch.dtype,
-        made: tuple[LazyLogits, Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None,
-        steps: tuple[ScoreStep, ...] = (),
-        operands: tuple[Tensor, ...] = (),
-    ) -> None:
-        self.call, self.words, self.dtype, self.steps, self.operands = call, words, dtype, steps, operands
-        self.hidden: Tensor | None = hidden
-        self._made, self._value = made, None
-        call.remember(self)
-
-    # What is known without computing them.
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self._there().shape[:-1], self.words))
-
-    @property
-    def ndim(self) -> int:
-        return self._there().ndim
-
-    @property
-    def device(self) -> torch.device:
-        return self._there().device
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"LazyLogits({'not there' if self.hidden is None else list(self.shape)})"
-
-    @property
-    def transform(self) -> ScoreStep | None:
-        """All steps as one function of scores [n, words]; None without one."""
-        if not self.steps:
-            return None
-        steps = self.steps
-
-        def run(scores: Tensor) -> Tensor:
-            for step in steps:
-                scores = step(scores)
-            return scores
-
-        return run
-
-    # Operations.
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if len(args) == 2 and func.__name__.strip("_") in _EITHER_WAY and isinstance(args[0], Tensor):
-            args = args[::-1]  # a scale that stands before them
-        first = args[0] if args else kwargs.get("input")
-        others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyLogits)]
-        others = others[isinstance(first, LazyLogits) :]  # the same ones twice are two
-        if isinstance(first, LazyLogits) and first._value is None and not others:
-            rest = args[1:]
-            named = {name: value for name, value in kwargs.items() if args or name != "input"}
-            result = first._recorded(func, rest, named)
-            if result is not NotImplemented:
-                return result
-        name = func.__name__
-        if name in _IN_PLACE or name == "__idiv__" or (name.endswith("_") and not name.startswith("_")):
-            # In place: whatever else there is of these logits may see it.
-            for each in (*others, first):
-                if isinstance(each, LazyLogits):
-                    each.call.compute_all()
-        computed: Any = tree_map(lambda each: each.compute() if isinstance(each, LazyLogits) else each, (args, kwargs))
-        return func(*computed[0], **computed[1])
-
-    def compute(self) -> Tensor:
-        """The logits themselves, computed once."""
-        if self._value is None:
-            self._there()
-            if self._made is None:
-                self.call.is_computed = True
-                self._value = self.call.head(self.hidden)
-            else:
-                parent, func, args, kwargs = self._made
-                self._value = func(parent.compute(), *args, **kwargs)
-        return self._value
-
-    def forget(self) -> None:
-        """The call of the model has ended: from now on there is nothing to compute them of."""
-        self.hidden = self._made = None
-        self.steps = self.operands = ()
-
-    def _there(self) -> Tensor:
-        if self.hidden is None:
-            raise InputError(
-                "these logits were not computed: head and loss ran in chunks, which never hold them all",
-                where="outputs.logits",
-                expected="only the loss to be used in training",
-                hint="set TrainingArguments(packing_chunked_loss=False) to have logits too",
-            )
-        return self.hidden
-
-    def _recorded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation, not computed either, or its loss; ``NotImplemented`` for any other operation."""
-        # An operator and the function that it stands for are one: __mul__, mul.
-        hidden, name = self._there(), func.__name__.strip("_")
-        if name == "cross_entropy":
-            return self._cross_entropy(args, kwargs)
-        if name == "contiguous":
-            return self
-        view = None
-        if name == "getitem":
-            view = _indexed(hidden, self.words, *args, **kwargs)
-        elif name in _RESHAPING:
-            view = _reshaped(hidden, self.words, func, args, kwargs)
-        if view is not None:
-            rows, step = view
-            steps = self.steps if step is None else (*self.steps, step)
-            return self._derived((func, args, kwargs), rows, steps, self.operands)
-        if name in _ELEMENTWISE:
-            return self._elementwise(func, args, kwargs)
-        return NotImplemented
-
-    def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if not all(self._is_per_word(each) for each in tensors) or self._moves(args, kwargs):
-            return NotImplemented
-        # A value per word [1, 1, words] stands beside scores [n, words] too, without its dims of size one.
-        args, kwargs = tree_map(
-            lambda each: each.reshape(each.shape[-1:]) if isinstance(each, Tensor) else each, (args, kwargs)
-        )
-        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        steps: tuple[ScoreStep, ...] = (*self.steps, lambda scores: func(scores, *args, **kwargs))
-        return self._derived((func, args, kwargs), self._there(), steps, (*self.operands, *operands))
-
-    def _is_per_word(self, operand: Tensor) -> bool:
-        return (
-            prod(operand.shape[:-1]) == 1
-            and operand.ndim <= self.ndim
-            and operand.shape[-1:].numel() in (1, self.words)
-        )
-
-    def _moves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operation would bring the scores to another device."""
-        given = [*args, *kwargs.values()]
-        devices = [torch.device(each) for each in given if isinstance(each, (str, torch.device)) and each != "floor"]
-        return any(each.type != self.device.type or each.index not in (None, self.device.index) for each in devices)
-
-    def _derived(
-        self,
-        made: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-        hidden: Tensor,
-        steps: tuple[ScoreStep, ...],
-        operands: tuple[Tensor, ...],
-    ) -> LazyLogits:
-        """The logits that an operation makes of these."""
-        words, dtype = self.words, self.dtype
-        if len(steps) > len(self.steps):
-            # What a step makes of no scores at all tells its dtype and the size of its last dim.
-            with torch.no_grad():
-                none = steps[-1](torch.empty(0, words, dtype=dtype, device=hidden.device))
-            words, dtype = none.shape[-1], none.dtype
-        return LazyLogits(self.call, hidden, words, dtype, (self, *made), steps, operands)
-
-    def _cross_entropy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``F.cross_entropy`` of these logits, in chunks; ``NotImplemented`` for what it does not do so."""
-        bound = _CROSS_ENTROPY.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        given, labels = bound.arguments, bound.arguments["target"]
-        if (
-            self.ndim != 2
-            or not isinstance(labels, Tensor)
-            or labels.shape != self.shape[:1]
-            or labels.dtype != torch.int64
-            or not self.dtype.is_floating_point
-            or given["weight"] is not None
-            or given["size_average"] is not None
-            or given["reduce"] is not None
-            or given["reduction"] not in ("sum", "mean")
-            or given["label_smoothing"]
-        ):
-            return NotImplemented
-        if given["ignore_index"] != IGNORED_LABEL:
-            labels = labels.masked_fill(labels == given["ignore_index"], IGNORED_LABEL)
-        loss = self.call.loss(self, labels).to(torch.promote_types(self.dtype, torch.float32))
-        return loss / (labels != IGNORED_LABEL).sum() if given["reduction"] == "mean" else loss
-
-    # Operators and methods: the functions of torch that they are.
-
-    def __getattr__(self, name: str) -> Any:
-        known = getattr(Tensor, name, None)
-        if name.startswith("__") or known is None:
-            raise AttributeError(name)
-        if not callable(known):
-            return getattr(self.compute(), name)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return LazyLogits.__torch_function__(known, (), (self, *args), kwargs)
-
-        return method
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def run(self: LazyLogits, *args: Any) -> Any:
-        return LazyLogits.__torch_function__(getattr(Tensor, name), (), (self, *args))
-
-    return run
-
-
-for _name in (*_OPERATORS, *_IN_PLACE):
-    setattr(LazyLogits, _name, _operator(_name))
-# By identity, as tensors: comparing two of them computes them.
-LazyLogits.__hash__ = object.__hash__
-
-
 class _StandIn(nn.Module):
     """A stand-in for a head: gives the logits of its calls uncomputed; in all else it is the head."""
 
@@ -427,9 +264,9 @@ class _StandIn(nn.Module):
             return self._place(*args, **kwargs)
         device, head = hidden.device.type, self._head
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        call = HeadCall(head, hidden, self._counted)
-        self._calls.append(call)
-        return LazyLogits(call, hidden, head.out_features, dtype)
+        self._calls.append(HeadCall(head, self._counted))
+        like = hidden.new_empty((), dtype=dtype).expand(*hidden.shape[:-1], head.out_features)
+        return LazyLogits(self._calls[-1], hidden, like)
 
 
 @contextmanager
@@ -460,7 +297,7 @@ def head_in_chunks(model: nn.Module, counted: int | None = None) -> Iterator[lis
         for parent, name in owners:
             vars(parent)["_modules"][name] = place
         for call in calls:
-            call.end()
+            call.has_ended = True
 
 
 def head_problem(model: nn.Module) -> str | None:
@@ -503,11 +340,9 @@ def _within_adapters(place: nn.Module) -> nn.Module:
 
 def _is_linear(head: nn.Module) -> bool:
     """Whether a head is torch's linear layer, or one that PEFT's LoRA has put in its place."""
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return True
-    base = getattr(head, "base_layer", None)
     is_lora = type(head).__module__.startswith("peft.tuners.lora") and type(head).__name__ == "Linear"
-    return is_lora and isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
+    layer = getattr(head, "base_layer", None) if is_lora else head
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
 def _is_engines(hook: Any) -> bool:

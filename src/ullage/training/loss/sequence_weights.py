@@ -289,7 +289,7 @@ def weighted_cross_entropy(logits: Tensor | LazyLogits, labels: Tensor, weights:
     # Zero times an infinite loss is nan. An ignored label has no loss.
     counted = labels.long().masked_fill(weights == 0, IGNORED_LABEL)
     if isinstance(logits, LazyLogits):
-        return logits.call.loss(logits, counted, weights)
+        return logits.loss(counted, weights)
     losses = cross_entropy(logits, counted, reduction="none", ignore_index=IGNORED_LABEL)
     return (losses * weights).sum()
 
