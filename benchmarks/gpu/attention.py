@@ -192,19 +192,19 @@ def _has_backward(attend: Any, device: torch.device) -> bool:
 
 
 def _varlen(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from ullage.attention.varlen import serves_varlen, varlen_attention
+    from ullage.attention.varlen import varlen_attention, varlen_problem
 
     if row.shape.softcap is not None or row.shape.sinks:
         raise LeftOut("torch's varlen kernel takes neither soft caps nor sinks")
-    if not serves_varlen(query, value, 0.0):
+    if varlen_problem(query.device, query.dtype, (query.shape[-1], value.shape[-1])):
         raise LeftOut("torch's varlen kernel takes half precision on CUDA, from Ampere on")
     return varlen_attention(query, key, value, row.cu_seqlens, row.longest, window=row.shape.window)
 
 
 def _flex(row: _Row, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from ullage.attention.varlen import flex_attention, serves_flex
+    from ullage.attention.varlen import flex_attention, flex_problem
 
-    if query.is_cuda and not serves_flex(query, value, 0.0):
+    if query.is_cuda and flex_problem(query.device, query.dtype, (query.shape[-1], value.shape[-1])):
         raise LeftOut("flex attention does not take this shape")
     options: dict[str, Any] = {"window": row.shape.window, "softcap": row.shape.softcap, "sinks": row.sinks}
     if query.is_cuda:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -17,7 +16,7 @@ from ullage.attention import packed_attention, packing_problem, require_packing,
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.releases import CACHE
 from ullage.attention.segments import arrange, attention_of_row, host_lengths
-from ullage.attention.varlen import _block_mask, chunked, flex_attention, serves_flex, varlen_attention
+from ullage.attention.varlen import _block_mask, chunked, flex_attention, flex_problem, varlen_attention
 
 pytestmark = pytest.mark.parity
 
@@ -518,12 +517,10 @@ def test_many_short_sequences_and_long_windows_take_few_calls():
 ])  # fmt: skip
 def test_flex_attention_is_not_asked_for_what_its_kernel_refuses(dim, value_dim, dtype, served):
     """Its products need 16 columns: a llama of head dimension 8 raised on CUDA in float32."""
-    with FakeTensorMode():
-        query = torch.empty(5, 4, dim, device="cuda", dtype=dtype)
-        value = torch.empty(5, 4, value_dim, device="cuda", dtype=dtype)
-        assert serves_flex(query, value, 0.0) is served
-        assert not serves_flex(query, value, 0.1)
-    assert not serves_flex(torch.empty(5, 4, 16), torch.empty(5, 4, 16), 0.0)
+    cuda = torch.device("cuda")
+    assert (flex_problem(cuda, dtype, (dim, value_dim)) is None) is served
+    assert flex_problem(cuda, dtype, (dim, value_dim), 0.1) == "attention dropout"
+    assert flex_problem(torch.device("cpu"), torch.float32, (16, 16)) is not None
 
 
 def test_lengths_follow_a_buffer_that_is_written_anew():

@@ -58,8 +58,9 @@ def attending(kernel, shape, device, dtype, **options):
             pytest.skip("float16 is a GPU's")
         return lambda q, k, v: packed_attention(q, k, v, LENGTHS, **options)
     query, _, value, _ = (tensor.to(device, dtype) for tensor in tensors(shape))
-    serves = varlen.serves_varlen if kernel == "varlen" else varlen.serves_flex
-    if (kernel, device.type) != ("flex", "cpu") and not serves(query, value, 0.0):
+    problem = varlen.varlen_problem if kernel == "varlen" else varlen.flex_problem
+    dims = query.shape[-1], value.shape[-1]
+    if (kernel, device.type) != ("flex", "cpu") and problem(query.device, query.dtype, dims):
         pytest.skip(f"the {kernel} kernel does not take {shape} here")
     bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     if kernel == "varlen":

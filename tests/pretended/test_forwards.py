@@ -10,7 +10,9 @@ from tests.gpu.comparing import TOLERANCE, assert_close, assert_same_outcome
 from tests.pretended.cases import FAMILIES, made, outcomes, row_of, run
 from tests.pretended.device import CUDA, Mixed, pretending
 from tests.pretended.kernels import stand_ins
-from ullage import pack_model
+from ullage import pack_model, to_device
+from ullage.attention import explain
+from ullage.attention.packed_call import FLEX, VARLEN, _warn_once
 from ullage.mixers.packed_model import way_of
 
 PARAMETERS = [pytest.param(name, family, id=name) for name, family in FAMILIES.items()]
@@ -94,3 +96,23 @@ def test_the_device_tells_tensors_apart_and_counts_waits():
         trained = torch.ones(3, requires_grad=True)
         (trained.to(CUDA) * 2).sum().backward()
         assert not trained.grad.is_cuda
+
+
+@pytest.mark.parametrize(("name", "dtype", "told"), [
+    ("llama", torch.bfloat16, 0), ("llama", torch.float32, 1), ("gemma2", torch.bfloat16, 0),
+])  # fmt: skip
+def test_a_slower_kernel_is_told_once_and_explained(name, dtype, told, caplog):
+    _warn_once.cache_clear()
+    with pretending() as tally, stand_ins(tally) as kernels:
+        model = made(name, "causal").to(CUDA, dtype)
+        assert not kernels
+        found = explain(model)
+        assert sum(found.values()) == kernels.total()
+        names = {"varlen": VARLEN, "flex": FLEX}
+        assert {each.kernel for each in found} == {names[called.split()[0]] for called in kernels}
+        assert caplog.records == []
+        for _ in range(2):
+            model(**to_device(row_of(model, "causal"), CUDA)).loss.backward()
+    messages = [each.getMessage() for each in caplog.records if "slower" in each.getMessage()]
+    assert len(messages) == told
+    assert all("LlamaAttention" in each and "float16 and bfloat16 alone" in each for each in messages)

@@ -10,10 +10,11 @@ from tests.support.launch import ROOT
 ROOMS = ROOT / "src" / "ullage"
 #: Lines of a room at most, rounded up to 50; "" is for the modules of no room. The search in "mixers" came before all
 #: that it replaces has gone: the module calls read off the stack in "attention", and in "mixers" the shapes that
-#: ``by_lengths`` tells apart where a model runs as a whole.
+#: ``by_lengths`` tells apart where a model runs as a whole. For ``attention.explain`` the head in chunks of "training"
+#: gave way.
 BUDGET = {
     "": 100,
-    "attention": 3150,
+    "attention": 3300,
     "checkpoint": 11100,
     "cli": 2150,
     "core": 2850,
@@ -26,7 +27,7 @@ BUDGET = {
     "proofs": 700,
     "ranks": 1200,
     "report": 1500,
-    "training": 13850,
+    "training": 13750,
 }
 
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from ullage.attention.segments import packed_attention
-from ullage.attention.varlen import host_lengths, serves_varlen, varlen_attention
+from ullage.attention.varlen import host_lengths, varlen_attention, varlen_problem
 from ullage.core.layout import Int64, Layout
 from ullage.engines.megatron.settings import TAKES_GROUPS
 from ullage.exchange.sharding import shard_index
@@ -137,7 +137,7 @@ class PackedCoreAttention(MegatronModule):
         group = packed_seq_params.cp_group if packed_seq_params.local_cp_size else self.group
         if group is not None and group.size() > 1:
             mixed = _over_slices(query, key, value, host_lengths(places), group, dropout, self.scale)
-        elif serves_varlen(query, value, dropout):
+        elif varlen_problem(query.device, query.dtype, (query.shape[-1], value.shape[-1]), dropout) is None:
             longest = int(packed_seq_params.max_seqlen_q)
             mixed = varlen_attention(query, key, value, places, longest, scale=self.scale)
         else:

@@ -13,6 +13,7 @@ with needed_by("ullage.attention", ["transformers"]):
     from transformers import AttentionInterface, AttentionMaskInterface
 
 from ullage.attention.context import context_parallel, shard_batch
+from ullage.attention.explaining import explain
 from ullage.attention.interface import attention
 from ullage.attention.packed_call import describe_masks, packed_mask
 from ullage.attention.segments import packed_attention
@@ -33,6 +34,7 @@ describe_masks()
 __all__ = [
     "context_parallel",
     "context_parallel_problem",
+    "explain",
     "packed_attention",
     "packing_problem",
     "require_context_parallel",

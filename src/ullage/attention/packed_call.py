@@ -9,6 +9,7 @@ with the fastest kernel that takes it. Context parallel calls the same two metho
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
@@ -30,17 +31,19 @@ from ullage.attention.current import current_row, row_in_force
 from ullage.attention.kernels import Scores, attend
 from ullage.attention.releases import CACHE, CACHE_NAMES
 from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
-from ullage.attention.support import NAME, given, reads_masks, require_packable
+from ullage.attention.support import NAME, TRYING, given, reads_masks, require_packable
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
     chunked,
     flex_attention,
+    flex_problem,
     host_lengths,
-    serves_flex,
-    serves_varlen,
     varlen_attention,
+    varlen_problem,
 )
 from ullage.core.errors import InputError
+
+_logger = logging.getLogger(__name__)
 
 # Deferred attention masks: described when a model asks for one, built only by a layer that needs it.
 #
@@ -354,6 +357,11 @@ _MEANINGS = {
     "output_attentions": "attention weights as an output",
     "cache": "a paged cache",
 }
+#: The kernels of a packed row, the fastest first.
+VARLEN, FLEX, BY_LENGTHS = "torch's varlen kernel", "flex attention", "by lengths"
+BY_SEQUENCE = "one sequence after another"
+#: Why the fastest does not take a layer, in what makes the layer what it is.
+BENT, OWN_PATTERN = "it has no soft caps and no sinks", "the mask is asked for by sequence"
 USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
 
 
@@ -466,6 +474,22 @@ class PackedCall:
         sinks = F.pad(self.sinks, (0, -len(self.sinks) % size))
         return replace(self, sinks=sinks.unflatten(0, (size, -1))[rank])
 
+    def kernel(self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> tuple[str, str | None]:
+        """The kernel of a whole row with heads of these dims, of keys and of values, and why not a faster one.
+
+        ``dtype``: that of the kernel's tensors.
+        """
+        if self._has_own_pattern:
+            return BY_SEQUENCE, OWN_PATTERN
+        if device.type != "cuda":
+            return BY_LENGTHS, None
+        bent = None if self.softcap is None and self.sinks is None else BENT
+        why = varlen_problem(device, dtype, dims, self.dropout) or bent
+        if why is None:
+            return VARLEN, None
+        why_not_flex = flex_problem(device, dtype, dims, self.dropout)
+        return (FLEX, why) if why_not_flex is None else (BY_LENGTHS, why_not_flex)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention within each sequence of a whole row, [T, query heads, value dim].
 
@@ -483,13 +507,14 @@ class PackedCall:
             cu_seqlens, longest = self.cu_seqlens.to(query.device, torch.int32), self.max_seqlen
             if self._chunk is not None:
                 cu_seqlens, longest = chunked(cu_seqlens, self._chunk), self._chunk
-            # Half precision: torch's varlen kernel.
-            if self.softcap is None and self.sinks is None and serves_varlen(query, value, self.dropout):
+            kernel, why = self.kernel(query.device, query.dtype, (query.shape[-1], value.shape[-1]))
+            if why not in (None, BENT) and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not TRYING:
+                _warn_once(type(self.module).__name__, kernel, why)
+            if kernel == VARLEN:
                 if longest is None:
                     longest = max(host_lengths(cu_seqlens))
                 return varlen_attention(query, key, value, cu_seqlens, int(longest), **options)
-            # Float32, head dimensions that the varlen kernel does not take, other scores: flex attention.
-            if serves_flex(query, value, self.dropout):
+            if kernel == FLEX:
                 training = self.module.training
                 return flex_attention(query, key, value, cu_seqlens, training=training, **options, **scores)
         # Everything else, the CPU first of all: by lengths.
@@ -548,6 +573,14 @@ class PackedCall:
                 found=f"{len(lengths)} sequences of up to {longest} tokens" + (", cut over ranks" if is_cut else ""),
                 hint="use another rope_type than dynamic or longrope, or shorter sequences",
             )
+
+
+@functools.lru_cache
+def _warn_once(kind: str, kernel: str, why: str) -> None:
+    _logger.warning(
+        f"the attention of {kind} runs {kernel}, which is slower than {VARLEN}: {why}. "
+        "ullage.attention.explain(model) lists all layers"
+    )
 
 
 def attend_by_sequence(

@@ -44,32 +44,34 @@ def _varlen() -> tuple[Any, bool] | None:
 
 @lru_cache(maxsize=16)
 def _is_ampere(device: torch.device) -> bool:
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    is_asked = torch.version.hip is None and torch.cuda.is_available()  # what explain() tells of a GPU elsewhere
+    return not is_asked or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def serves_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether the varlen kernel takes these tensors [T, heads, dim]."""
-    dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and dropout == 0.0
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and dim == value.shape[-1]
-        and dim % 8 == 0
-        and dim <= 256
-        and _varlen() is not None
-        and _is_ampere(query.device)
-    )
+def varlen_problem(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], dropout: float = 0.0) -> str | None:
+    """Why the varlen kernel does not take heads of these dims, of keys and of values; None where it does."""
+    if device.type != "cuda":
+        return "it runs on CUDA alone"
+    if dropout:
+        return "attention dropout"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "float16 and bfloat16 alone"
+    if dims[0] != dims[1] or dims[0] % 8 or dims[0] > 256:
+        return "head dims alike, multiples of 8 and at most 256 alone"
+    if _varlen() is None:
+        return "this torch has none with windows: 2.11 has"
+    return None if _is_ampere(device) else "Ampere or newer alone"
 
 
-def serves_flex(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether compiled flex attention takes these tensors [T, heads, dim]: its products need 16 columns."""
-    return (
-        query.is_cuda
-        and dropout == 0.0
-        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and min(query.shape[-1], value.shape[-1]) >= 16
-    )
+def flex_problem(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], dropout: float = 0.0) -> str | None:
+    """Why compiled flex attention does not take them: its products need 16 columns."""
+    if device.type != "cuda":
+        return "it runs on CUDA alone"
+    if dropout:
+        return "attention dropout"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "float16, bfloat16 and float32 alone"
+    return "head dims of 16 and more alone" if min(dims) < 16 else None
 
 
 def varlen_attention(

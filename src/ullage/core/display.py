@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,12 @@ def memory_size(num_bytes: float) -> str:
     if num_bytes == float("inf"):
         return "more than there is"
     return f"{num_bytes / 1024**3:.2f} GiB" if abs(num_bytes) >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 class Shown:

@@ -30,6 +30,7 @@ from ullage.attention.support import (
     remember_packable,
     row_limits,
 )
+from ullage.core.display import in_columns
 from ullage.core.errors import InputError
 from ullage.mixers.by_lengths import SIDES
 from ullage.mixers.finding import Discoverer
@@ -104,9 +105,7 @@ class PackedModel:
         rows = list(told(self.model, self.way))
         if not rows:
             return repr(self)
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in rows]
-        return "\n".join([repr(self), *(f"  {line}" for line in lines)])
+        return "\n".join([repr(self), *(f"  {line}" for line in in_columns(rows))])
 
 
 def told(model: nn.Module, way: Way) -> Iterator[tuple[str, str, str, str]]:
