@@ -161,22 +161,25 @@ def _loss_of(
             given = scores.requires_grad_(enabled)
             made = transform(given)
     # The loss is computed in float32 or better, in place where nobody needs the scores any more.
-    dtype = torch.promote_types(made.dtype, torch.float32)
-    mine = made.detach().to(dtype, copy=transform is not None)
-    # -log softmax = log Σ exp(s - max) - (s at the label - max)
-    mine.sub_(mine.amax(1, keepdim=True))
-    of_labels = mine.gather(1, labels[:, None]).squeeze(1)
-    total = mine.exp_().sum(1)
-    losses = total.log() - of_labels
-    ones = torch.ones_like(losses) if weights is None else weights.to(dtype)
+    dtype, rows = torch.promote_types(made.dtype, torch.float32), made.detach()
+    casts = rows.is_cuda and rows.dtype != dtype  # as it reads and writes, which a CPU does by a copy
+    if casts:
+        logps = torch.log_softmax(rows, 1, dtype=dtype)
+    else:
+        rows = rows.to(dtype, copy=transform is not None)
+        logps = torch.log_softmax(rows, 1, out=rows)
+    of_labels = logps.gather(1, labels[:, None])
+    gradient = logps
     if enabled:
         # Its gradient: softmax minus one at the label, times the weight. Of scores [2, 0, 0] with label 0 softmax is
         # [0.79, 0.11, 0.11], and the gradient [-0.21, 0.11, 0.11].
-        mine.mul_((ones / total)[:, None])
-        mine.scatter_add_(1, labels[:, None], -ones[:, None])
+        gradient = torch.exp(logps, out=scores.detach() if casts and transform is None else logps)
+        gradient.scatter_(1, labels[:, None], of_labels.expm1().to(gradient.dtype))
+        if weights is not None:
+            gradient.mul_(weights.to(dtype)[:, None])
         if transform is not None:
-            (mine,) = torch.autograd.grad(made, given, mine.to(made.dtype))
-    return (losses * ones).sum(), mine
+            (gradient,) = torch.autograd.grad(made, given, gradient.to(made.dtype))
+    return -(of_labels if weights is None else of_labels * weights.to(dtype)[:, None]).sum(), gradient
 
 
 class _ChunkedLoss(torch.autograd.Function):
