@@ -14,7 +14,7 @@ from ullage import RaggedBatch, pack_model
 from ullage.core.movement import to_cuda_at_once
 from ullage.core.rows import on_host
 from ullage.training import RaggedCollator, Trainer, TrainingArguments, sequence_logps
-from ullage.training.loss.chunked_loss import chunked_cross_entropy
+from ullage.training.loss.chunked_loss import _chunks, chunked_cross_entropy
 
 
 class OnDevice(TrainingArguments):
@@ -166,3 +166,10 @@ def test_fields_that_are_moved_at_once_do_not_touch_each_other():
     for name in ("pixels", "bounds", "one"):
         torch.testing.assert_close(moved[name], fields[name])
     assert to_cuda_at_once(fields, torch.device("cpu"))["ids"] is fields["ids"]
+
+
+def test_chunks_are_as_large_as_the_device_likes_them():
+    """An H200 took 110 ms for this head in chunks that suit a CPU, and 36 ms in these."""
+    head = torch.nn.Linear(1, 128256, bias=False, device="meta")
+    assert len(_chunks(8192, head, None, "cuda")) == 8
+    assert len(_chunks(8192, head, None, "cpu")) == 64

@@ -44,9 +44,7 @@ class Kernels(Counter[LayerKernel]):
 
     def __repr__(self) -> str:
         if not self:
-            return (
-                f"{self.title}\n  no layer calls ullage's attention: print(pack_model(model)) says what runs"
-            )
+            return f"{self.title}\n  no layer calls ullage's attention: print(pack_model(model)) says what runs"
         rows = [("calls", "layers", "heads", "scores", "kernel", f"why not {VARLEN}")]
         rows += [(str(calls), *each[:4], each.why or "") for each, calls in self.items()]
         rows = rows if any(each.why for each in self) else [row[:5] for row in rows]
