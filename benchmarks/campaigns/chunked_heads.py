@@ -133,7 +133,7 @@ def _differences(model: nn.Module, row: dict[str, Any], options: dict[str, Any])
     parameters = [each for each in model.parameters() if each.requires_grad]
     for chunked in (False, True):
         torch.manual_seed(0)
-        with head_in_chunks(model) if chunked else nullcontext([]) as calls:
+        with head_in_chunks(model, int(count)) if chunked else nullcontext([]) as calls:
             outputs = model(**row, **options)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

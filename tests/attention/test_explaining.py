@@ -28,6 +28,7 @@ def packed(name, kind="causal", **changes):
     ("llama", {"device": "cuda"}, FLEX, "float16 and bfloat16 alone"),
     ("llama", {"device": "cuda", "dtype": torch.float64}, BY_LENGTHS, "float16, bfloat16 and float32 alone"),
     ("gemma2", HALF, FLEX, BENT),
+    ("gemma2", {"device": "cuda"}, FLEX, BENT),
     ("gpt_oss", HALF, FLEX, BENT),
     ("qwen3_next", HALF, VARLEN, None),
 ])  # fmt: skip

@@ -360,7 +360,7 @@ _MEANINGS = {
 #: The kernels of a packed row, the fastest first.
 VARLEN, FLEX, BY_LENGTHS = "torch's varlen kernel", "flex attention", "by lengths"
 BY_SEQUENCE = "one sequence after another"
-#: Why the fastest does not take a layer, in what makes the layer what it is.
+#: Why the fastest does not take a layer, in what no dtype and no release of torch would change.
 BENT, OWN_PATTERN = "it has no soft caps and no sinks", "the mask is asked for by sequence"
 USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
 
@@ -483,8 +483,8 @@ class PackedCall:
             return BY_SEQUENCE, OWN_PATTERN
         if device.type != "cuda":
             return BY_LENGTHS, None
-        bent = None if self.softcap is None and self.sinks is None else BENT
-        why = varlen_problem(device, dtype, dims, self.dropout) or bent
+        is_bent = self.softcap is not None or self.sinks is not None
+        why = BENT if is_bent else varlen_problem(device, dtype, dims, self.dropout)
         if why is None:
             return VARLEN, None
         why_not_flex = flex_problem(device, dtype, dims, self.dropout)
