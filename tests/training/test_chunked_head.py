@@ -89,6 +89,17 @@ def test_any_other_operation_computes_the_logits(name):
     torch.testing.assert_close(found, COMPUTED[name](real))
 
 
+@pytest.mark.parametrize("name", ["mul_", "div_", "add_", "sub_", "clamp_", "tanh_", "neg_", "__imul__"])
+def test_a_function_in_place_changes_the_logits_themselves(name):
+    lazy, real = lazily()
+    arguments, real = () if name in ("tanh_", "neg_") else (2.0,), real.detach().clone()
+    with torch.no_grad():
+        getattr(lazy, name)(*arguments)
+        getattr(real, name)(*arguments)
+    torch.testing.assert_close(lazy.compute(), real)
+    torch.testing.assert_close(lazy.sum(), real.sum())
+
+
 def test_what_is_changed_in_place_is_computed_and_may_have_no_other_parts():
     lazy, real = lazily()
     part, whole = lazy[:, 1:], real.detach().clone()

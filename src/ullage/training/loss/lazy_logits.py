@@ -80,8 +80,9 @@ class LazyLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # An operator and the function that it stands for are one: __mul__, mul.
-        name, kwargs = func.__name__.strip("_"), dict(kwargs or {})
+        # An operator and the function that it stands for are one: __mul__, mul; mul_ is another.
+        name, kwargs = func.__name__, dict(kwargs or {})
+        name = name.strip("_") if name.endswith("__") else name
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
         if len(args) == 2 and name in _EITHER_WAY and not isinstance(args[0], cls):
