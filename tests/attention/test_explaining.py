@@ -8,7 +8,7 @@ import torch
 from maintenance.tiny import tiny_config, tiny_model
 from ullage import InputError, pack_model
 from ullage.attention import explain
-from ullage.attention.packed_call import BENT, BY_LENGTHS, FLEX, VARLEN
+from ullage.attention.varlen import BENT, BY_LENGTHS, FLEX, VARLEN
 
 HALF = {"device": "cuda", "dtype": torch.bfloat16}
 

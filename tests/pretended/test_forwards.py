@@ -12,7 +12,7 @@ from tests.pretended.device import CUDA, Mixed, pretending
 from tests.pretended.kernels import stand_ins
 from ullage import pack_model, to_device
 from ullage.attention import explain
-from ullage.attention.packed_call import FLEX, VARLEN, _warn_once
+from ullage.attention.varlen import FLEX, VARLEN, warn_of_slower
 from ullage.mixers.packed_model import way_of
 
 PARAMETERS = [pytest.param(name, family, id=name) for name, family in FAMILIES.items()]
@@ -102,7 +102,7 @@ def test_the_device_tells_tensors_apart_and_counts_waits():
     ("llama", torch.bfloat16, 0), ("llama", torch.float32, 1), ("gemma2", torch.bfloat16, 0),
 ])  # fmt: skip
 def test_a_slower_kernel_is_told_once_and_explained(name, dtype, told, caplog):
-    _warn_once.cache_clear()
+    warn_of_slower.cache_clear()
     with pretending() as tally, stand_ins(tally) as kernels:
         model = made(name, "causal").to(CUDA, dtype)
         assert not kernels

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ullage.attention.packed_call import VARLEN, PackedCall
+from ullage.attention.packed_call import PackedCall
 from ullage.attention.segments import autocast
 from ullage.attention.support import is_sharded, usable_tokens
+from ullage.attention.varlen import VARLEN
 from ullage.core.batch import RaggedBatch
 from ullage.core.display import in_columns
 from ullage.core.errors import InputError

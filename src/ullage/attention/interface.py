@@ -25,10 +25,8 @@ from ullage.attention.packed_call import (
     PackedCall,
     attend_by_sequence,
     described_mask,
-    refusal,
-    require_known_keywords,
 )
-from ullage.attention.support import TRYING
+from ullage.attention.support import TRYING, refusal, require_known_keywords
 from ullage.attention.ulysses import Slices
 
 _RESTART = "position_ids restart within a row, but no cu_seq_lens_q came to keep its sequences apart"

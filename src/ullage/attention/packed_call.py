@@ -9,7 +9,6 @@ with the fastest kernel that takes it. Context parallel calls the same two metho
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
@@ -29,21 +28,35 @@ from transformers.masking_utils import (
 
 from ullage.attention.current import current_row, row_in_force
 from ullage.attention.kernels import Scores, attend
-from ullage.attention.releases import CACHE, CACHE_NAMES
+from ullage.attention.releases import CACHE
 from ullage.attention.segments import attention_of_row, autocast, lengths_of_row, packed_attention
-from ullage.attention.support import NAME, TRYING, given, reads_masks, require_packable
+from ullage.attention.support import (
+    NAME,
+    TRYING,
+    USE_ANOTHER,
+    given,
+    reads_masks,
+    refusal,
+    require_known_keywords,
+    require_packable,
+)
 from ullage.attention.ulysses import Slices
 from ullage.attention.varlen import (
+    BENT,
+    BY_LENGTHS,
+    BY_SEQUENCE,
+    FLEX,
+    OWN_PATTERN,
+    VARLEN,
     chunked,
     flex_attention,
     flex_problem,
     host_lengths,
     varlen_attention,
     varlen_problem,
+    warn_of_slower,
 )
 from ullage.core.errors import InputError
-
-_logger = logging.getLogger(__name__)
 
 # Deferred attention masks: described when a model asks for one, built only by a layer that needs it.
 #
@@ -322,49 +335,6 @@ def describe_masks() -> None:
     masking_utils.find_packed_sequence_indices = _unless_in_a_row(masking_utils.find_packed_sequence_indices)
 
 
-#: Keywords that models hand to their layers and that change nothing in an attention.
-_HARMLESS = frozenset(
-    {
-        # positions, which the caller has applied to queries and keys already
-        "position_embeddings",
-        # the cache, which the caller has applied already
-        *CACHE_NAMES,
-        "cache_position",
-        "past_key_value",
-        "use_cache",
-        # the outputs of the model
-        "deterministic",
-        "logits_to_keep",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        # the loss
-        "labels",
-        "num_items_in_batch",
-        "shift_labels",
-        # facts for other attention implementations, and for the parts around an attention
-        "grid_thw",
-        "layer_idx",
-        "seq_idx",
-        "target_dtype",
-    }
-)
-#: Keywords that change the attention, and their meaning for the error message.
-_MEANINGS = {
-    "sinks": "attention sinks",
-    "position_bias": "a position bias",
-    "alibi": "a position bias",
-    "output_attentions": "attention weights as an output",
-    "cache": "a paged cache",
-}
-#: The kernels of a packed row, the fastest first.
-VARLEN, FLEX, BY_LENGTHS = "torch's varlen kernel", "flex attention", "by lengths"
-BY_SEQUENCE = "one sequence after another"
-#: Why the fastest does not take a layer, in what no dtype and no release of torch would change.
-BENT, OWN_PATTERN = "it has no soft caps and no sinks", "the mask is asked for by sequence"
-USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
-
-
 @dataclass(eq=False)
 class PackedCall:
     """The arguments of one layer's attention over a packed row or over a slice of one.
@@ -509,7 +479,7 @@ class PackedCall:
                 cu_seqlens, longest = chunked(cu_seqlens, self._chunk), self._chunk
             kernel, why = self.kernel(query.device, query.dtype, (query.shape[-1], value.shape[-1]))
             if why not in (None, BENT) and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not TRYING:
-                _warn_once(type(self.module).__name__, kernel, why)
+                warn_of_slower(type(self.module).__name__, kernel, why)
             if kernel == VARLEN:
                 if longest is None:
                     longest = max(host_lengths(cu_seqlens))
@@ -573,14 +543,6 @@ class PackedCall:
                 found=f"{len(lengths)} sequences of up to {longest} tokens" + (", cut over ranks" if is_cut else ""),
                 hint="use another rope_type than dynamic or longrope, or shorter sequences",
             )
-
-
-@functools.lru_cache
-def _warn_once(kind: str, kernel: str, why: str) -> None:
-    _logger.warning(
-        f"the attention of {kind} runs {kernel}, which is slower than {VARLEN}: {why}. "
-        "ullage.attention.explain(model) lists all layers"
-    )
 
 
 def attend_by_sequence(
@@ -651,26 +613,6 @@ def _attend_by_lengths(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, chunk: int | None, **options: Any
 ) -> Tensor:
     return packed_attention(query, key, value, lengths_of_row(cu_seqlens, len(query), chunk), **options)
-
-
-def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
-    """An ``InputError`` that names the layer; ``facts`` are those of the error (expected, found, hint)."""
-    layer = getattr(module, "layer_idx", None)
-    where = type(module).__name__ + ("" if layer is None else f", layer {layer}")
-    return InputError(what, where=where, **facts)
-
-
-def require_known_keywords(module: nn.Module, unknown: dict[str, Any]) -> None:
-    """Raise ``InputError`` for a keyword that asks for something that is not done here.
-
-    A keyword that is None, False or listed as harmless asks for nothing.
-    """
-    for name, asked in unknown.items():
-        if name in _HARMLESS or asked is None or asked is False:
-            continue
-        meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
-        hint = USE_ANOTHER if name in _MEANINGS else f"drop {name!r} from the batch, or {USE_ANOTHER}"
-        raise refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)
 
 
 def _refuse_unpackable(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ullage.attention.current import row_in_force
+from ullage.attention.releases import CACHE_NAMES
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 
@@ -538,3 +539,63 @@ def row_limits(model: nn.Module) -> tuple[int | None, bool]:
                 continue
             longest = limit if longest is None else min(longest, limit)
     return longest, dynamic
+
+
+# What a call is refused for.
+
+#: Keywords that models hand to their layers and that change nothing in an attention.
+_HARMLESS = frozenset(
+    {
+        # positions, which the caller has applied to queries and keys already
+        "position_embeddings",
+        # the cache, which the caller has applied already
+        *CACHE_NAMES,
+        "cache_position",
+        "past_key_value",
+        "use_cache",
+        # the outputs of the model
+        "deterministic",
+        "logits_to_keep",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        # the loss
+        "labels",
+        "num_items_in_batch",
+        "shift_labels",
+        # facts for other attention implementations, and for the parts around an attention
+        "grid_thw",
+        "layer_idx",
+        "seq_idx",
+        "target_dtype",
+    }
+)
+#: Keywords that change the attention, and their meaning for the error message.
+_MEANINGS = {
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "alibi": "a position bias",
+    "output_attentions": "attention weights as an output",
+    "cache": "a paged cache",
+}
+USE_ANOTHER = "load the model with attn_implementation='eager', without packing"
+
+
+def refusal(module: nn.Module, what: str, **facts: Any) -> InputError:
+    """An ``InputError`` that names the layer; ``facts`` are those of the error (expected, found, hint)."""
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + ("" if layer is None else f", layer {layer}")
+    return InputError(what, where=where, **facts)
+
+
+def require_known_keywords(module: nn.Module, unknown: dict[str, Any]) -> None:
+    """Raise ``InputError`` for a keyword that asks for something that is not done here.
+
+    A keyword that is None, False or listed as harmless asks for nothing.
+    """
+    for name, asked in unknown.items():
+        if name in _HARMLESS or asked is None or asked is False:
+            continue
+        meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
+        hint = USE_ANOTHER if name in _MEANINGS else f"drop {name!r} from the batch, or {USE_ANOTHER}"
+        raise refusal(module, f"attn_implementation='ullage' does not honour the keyword {name!r}{meaning}", hint=hint)

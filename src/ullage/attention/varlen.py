@@ -11,6 +11,7 @@ signatures and checks of torch 2.13, ``torch/_inductor/kernel/flex/flex_attentio
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,23 @@ from torch import Tensor
 from ullage.attention.kernels import with_sinks
 from ullage.attention.segments import host_lengths, in_chunks
 from ullage.core.rows import on_device, remembered
+
+_logger = logging.getLogger(__name__)
+
+#: The kernels of a packed row, the fastest first.
+VARLEN, FLEX, BY_LENGTHS = "torch's varlen kernel", "flex attention", "by lengths"
+BY_SEQUENCE = "one sequence after another"
+#: Why the fastest does not take a layer, in what no dtype and no release of torch would change.
+BENT, OWN_PATTERN = "it has no soft caps and no sinks", "the mask is asked for by sequence"
+
+
+@lru_cache(maxsize=64)
+def warn_of_slower(kind: str, kernel: str, why: str) -> None:
+    """Say once that a kind of layer runs a slower kernel than the fastest, and why."""
+    _logger.warning(
+        f"the attention of {kind} runs {kernel}, which is slower than {VARLEN}: {why}. "
+        "ullage.attention.explain(model) lists all layers"
+    )
 
 
 def chunked(cu_seqlens: Tensor, chunk: int) -> Tensor:
