@@ -290,7 +290,7 @@ class PackingOptions:
         return cls(
             capacity,
             arguments.packing_plan_strategy,
-            arguments.packing_oversize,
+            require_one_of(arguments.packing_oversize, ("error", "truncate", "drop"), "oversize"),
             arguments.packing_chunked_loss,
             getattr(arguments, "packing_verify", True),
             peak_flops_of(arguments),
