@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from maintenance import drawings
 from tests.support import forked
 from tests.support.browser import lay_out, needs_chromium
 from tests.support.forked import server, variables
@@ -32,7 +33,7 @@ from tests.support.page_blocks import (
     differences,
     python_script,
 )
-from tests.support.page_files import READERS_OWN, prepare
+from tests.support.page_files import run_shell
 
 #: Pages whose Python trains for longer, or loads an engine.
 SLOW = {
@@ -40,6 +41,7 @@ SLOW = {
     "losses.md", "megatron.md", "memory.md", "metrics.md", "pack_padded_sequence.md", "recurrent.md", "report.md",
     "saving.md", "start.md", "training.md", "trl.md",
 }  # fmt: skip
+DOCS = ROOT / "docs"
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 #: Warnings that are others' and that a page cannot prevent.
 OTHERS_WARNINGS = {
@@ -81,13 +83,11 @@ def run_python(page, folder):
 
 @pytest.mark.slow
 @pytest.mark.matrix(keep=0.2)
-@pytest.mark.parametrize("page", pages_with(commands_of))
+@pytest.mark.parametrize("page", [page for page in pages_with(commands_of) if page.id != "README.md"])
 def test_a_page_runs_as_pasted_in_an_empty_folder(page, tmp_path):
-    """Python and commands in the order of the page, in one folder, which holds what the reader has, or nothing."""
+    """Python and commands in the order of the page, in one folder, which is empty at first."""
     script, folder = tmp_path / "page.py", tmp_path / "pasted"
     folder.mkdir()
-    if str(page.relative_to(ROOT)) in READERS_OWN:
-        prepare(BLOCKS[page], folder)
     start = "from tests.support.page_prints import print; from tests.support.page_files import run_pasted"
     script.write_text(start + python_script(page, with_shell=True))
     settings = {"PAGE_PRINTS": str(tmp_path / "prints"), **variables(server())}
@@ -98,6 +98,20 @@ def test_a_page_runs_as_pasted_in_an_empty_folder(page, tmp_path):
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [
+    pytest.param(block, id=f"line {block.line}") for block in BLOCKS[ROOT / "README.md"]
+    if (block.language == "python" or commands_of(block)) and not block.why_not and "pip install" not in block.text
+])  # fmt: skip
+def test_a_block_of_the_readme_runs_if_it_is_copied_alone(block, tmp_path):
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    text = block.text if block.language in SHELL else f"cat > block.py <<'END'\n{block.text}END\npython block.py"
+    done = run_shell(text, folder, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "Traceback" not in done.stdout
+
+
 def test_the_table_of_the_readme_is_that_of_the_first_page():
     tables = [
         [line for line in (ROOT / name).read_text().splitlines() if line.startswith("| ")]
@@ -106,6 +120,45 @@ def test_the_table_of_the_readme_is_that_of_the_first_page():
     ours, first = tables
     assert len(first) == 9
     assert [line.replace("](docs/", "](") for line in ours] == first
+
+
+def test_the_front_page_is_read_in_a_minute():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 160] == []
+    assert "```python" in lines[:30]
+    assert any(line.startswith("![") for line in lines[:10])  # what it is, as a picture, before anything else
+    rows = (DOCS / "models.md").read_text().splitlines()
+    exact = {
+        row.split(" | ")[0].strip("| "): int(row.split(" | ")[2]) for row in rows if re.match(r"\| \w[^|]* \| \d", row)
+    }
+    images = exact.pop("Models that take images")
+    del exact["Recurrent models of ullage"]
+    assert f"[{sum(exact.values())} model types](docs/models.md), {images} with images" in "\n".join(lines)
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 120
+
+
+def test_the_site_has_a_short_list_of_pages_in_four_groups_and_no_long_page():
+    groups = yaml.safe_load(
+        re.split(r"^nav:$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)[1].split("\n#")[0]
+    )
+    names = [name for group in groups for name in group]
+    assert names == ["Start", "Tasks", "Explained", "Reference"]
+    listed = [page for group in groups for pages in group.values() for entry in pages for page in entry.values()]
+    assert len(listed) + len(groups) <= 25
+    # Any other page is linked from one that is listed.
+    linked = {
+        (page.parent / target).resolve()
+        for page in (DOCS / name for name in listed)
+        for target in re.findall(r"\]\(([\w/.]+\.md)", page.read_text())
+    }
+    assert set(DOCS.rglob("*.md")) - linked - {DOCS / name for name in listed} == set()
+    assert {page.name: lines for page in PAGES if (lines := len(page.read_text().splitlines())) > 250} == {}
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_drawing_of_the_front_page_shows_what_its_plan_gives(name):
+    assert (drawings.ASSETS / name).read_text() == drawings.DRAWINGS[name](), "python -m maintenance.drawings"
 
 
 def wrong_comments(page, printed):

@@ -46,8 +46,8 @@ from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config
 from ullage.models.cells import CELLS
-from ullage.models.configuration import RecurrentConfig
 from ullage.training import RaggedCollator, StopOnSignal, Trainer, TrainingArguments
+from ullage.training.run.card import loading, write_card
 from ullage.training.saving.checkpoints import checkpoints_in, newest_unharmed
 from ullage.training.setup.arguments import form_process_group
 from ullage.training.step.metering import num_parameters
@@ -376,6 +376,7 @@ def train_as_said(said: dict[str, Any]) -> int:
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
+    write_card(trainer, loading(folder, sizes.trust_remote_code))
     notes.write(finished=True)
     return report(folder, sizes.trust_remote_code)
 
@@ -385,10 +386,7 @@ def report(folder: Path, code: bool = False) -> int:
     if _rank():
         return 0
     show_report(folder, None, None, False)
-    is_ours = json.loads((folder / "config.json").read_text())["model_type"] == RecurrentConfig.model_type
-    loaded = f".from_pretrained({str(folder)!r}{', trust_remote_code=True' * code})"
-    print(f"\n{'import ullage.models; ' * is_ours}from transformers import AutoModelForCausalLM, AutoTokenizer")
-    print(f"model = AutoModelForCausalLM{loaded}\ntokenizer = AutoTokenizer{loaded}", flush=True)
+    print(f"\n{loading(folder, code)}", flush=True)
     return 0
 
 

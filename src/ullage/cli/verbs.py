@@ -13,4 +13,5 @@ VERBS = {
     "convert": "Convert a checkpoint to universal, safetensors or dcp, for any number of ranks.",
     "verify": "Compare a converted checkpoint with its source, byte by byte.",
     "diff": "Say which tensors of two checkpoints differ, and by how much.",
+    "env": "Print versions and devices, for a report of a bug.",
 }
