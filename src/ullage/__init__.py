@@ -46,6 +46,11 @@ if TYPE_CHECKING:
         plan as plan,
     )
     from ullage.proofs import Audit as Audit, audit as audit
+    from ullage.training import (
+        RaggedCollator as RaggedCollator,
+        Trainer as Trainer,
+        TrainingArguments as TrainingArguments,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(
         __name__,
@@ -59,6 +64,7 @@ else:
             "core.movement": ["to_device"],
             "planning": ["MultimodalCost", "Plan", "RecurrentCost", "TransformerCost", "pack_lengths", "plan"],
             "proofs": ["Audit", "audit"],
+            "training": ["RaggedCollator", "Trainer", "TrainingArguments"],
         },
         modules=[
             "attention", "checkpoint", "cli", "datasets", "engines", "exchange", "mixers", "models", "planning",

@@ -4,9 +4,12 @@ import ast
 import importlib
 import importlib.util
 import re
+import subprocess
+import sys
 from operator import attrgetter
 
 from tests.support import house
+from tests.support.forked import environment
 from tests.support.launch import ROOT
 
 TREE = house.read_tree(ROOT / "src", "ullage")
@@ -75,7 +78,12 @@ def test_what_dir_shows_of_the_package_is_for_its_users():
     import ullage
 
     assert {"TYPE_CHECKING", "annotations", "lazy_names"}.isdisjoint(dir(ullage))
-    assert {*ullage.__all__, "__version__"} <= {*dir(ullage)}
+    assert {*ullage.__all__, "__version__", "Trainer", "TrainingArguments", "RaggedCollator"} <= {*dir(ullage)}
+    code = (
+        "import sys, ullage; print({*dir(ullage)} >= {'Trainer'}, 'torch' in sys.modules); from ullage import Trainer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_lazy_names_are_those_that_type_checkers_see():
