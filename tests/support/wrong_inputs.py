@@ -16,6 +16,7 @@ from tests.support.train_verb import WIDE, base_model, jsonl, texts
 
 #: What a short run has beside what is wrong.
 _TRAIN = "train --model llama-16x1 --use_cpu --max_steps 2 --output_dir out"
+_SFT = "trl sft --model_name_or_path base --use_cpu --max_steps 1 --output_dir out"
 
 #: Arguments of ``ullage`` in a folder with the files of :func:`write_files`, and words of the one line of the answer.
 COMMANDS = {
@@ -64,6 +65,93 @@ COMMANDS = {
     "convert base out --to safetensor": "safetensors",
     "report base": "base",
     "audit qwen3_nxt": "qwen3_next",
+    # Arguments of other programs
+    "train --data texts.jsonl --gpus 2": "torchrun --nproc_per_node N",
+    "train --data texts.jsonl --nproc 2": "torchrun --nproc_per_node N",
+    "train --data texts.jsonl --num-gpus 2": "torchrun --nproc_per_node N",
+    "train --data texts.jsonl --device cpu": "--use_cpu, or CUDA_VISIBLE_DEVICES",
+    "train --data texts.jsonl --wandb": "--report_to wandb",
+    "train --data texts.jsonl --attn_implementation sdpa": "from_pretrained(..., attn_implementation=...)",
+    "train --data texts.jsonl --use_peft": "ullage trl sft --use_peft",
+    "train --data texts.jsonl --num_layers 2": "--model llama-64x2 is a new model",
+    "train --data texts.jsonl --precision bf16": "--bf16 or --fp16",
+    "train --data texts.jsonl --context_length 128": "--max_length",
+    "train --data texts.jsonl --resume": "The same command goes on",
+    "train --data texts.jsonl --output out2": "Did you mean output_dir",
+    "train --data texts.jsonl --max-step 3": "Did you mean max_steps",
+    "train --data": "argument --data/--dataset_name: expected at least one argument",
+    "train --max_steps two": "invalid int value: 'two'",
+    # Columns, files and folders
+    f"{_TRAIN} --data docs.jsonl": "found content, author. Name it with --text_column",
+    f"{_TRAIN} --data body.jsonl --column bdy": "there is no column 'bdy' (body.jsonl): found columns body, number. Did you",
+    f"{_TRAIN} --data body.jsonl --text-column number": "expected a string, found 0",
+    f"{_TRAIN} --data tabs.csv": "Write it with commas, or with tabs as a .tsv file",
+    f"{_TRAIN} --data mixed": "a folder of several kinds of data files (mixed): found .csv and .jsonl",
+    f"{_TRAIN} --data nothing": "nothing doesn't contain any data files",
+    f"{_TRAIN} --data none_at_all.jsonl": "the dataset is empty (none_at_all.jsonl)",
+    f"{_TRAIN} --data words.xyz": "files that are not read (words.xyz): expected one of .jsonl",
+    f"{_TRAIN} --data texts.jsonl --eval_data none.jsonl": "there is no such data file here (none.jsonl)",
+    f"{_TRAIN} --data texts.jsonl --model Base": "Did you mean base?",
+    f"{_TRAIN} --data texts.jsonl --tokenizer Base": "Did you mean base?",
+    f"{_TRAIN} --data texts.jsonl --model base/model.safetensors": "(base/model.safetensors): found It looks like the config",
+    f"{_TRAIN} --data texts.jsonl --deepspeed none.json": "none.json",
+    f"{_TRAIN} --data texts.jsonl --config texts.jsonl": "the recipe cannot be read (texts.jsonl)",
+    f"{_TRAIN} --data texts.jsonl --epochs -1 --max_steps -1": "the run has no step (--num_train_epochs or --max_steps)",
+    f"{_TRAIN} --data texts.jsonl --held_out 2": "the held-out fraction is out of range",
+    f"{_TRAIN} --data texts.jsonl --capacity 64": "packing_oversize",
+    f"{_TRAIN} --data texts.jsonl --capacity 99 --packing_oversize cut": "no such oversize: expected 'error' or 'truncate'",
+    f"{_TRAIN} --data texts.jsonl --batch_size 0": "batch_size should be a positive integer",
+    f"{_TRAIN} --data texts.jsonl --seed -1": "Seed must be between 0 and",
+    f"{_TRAIN} --data texts.jsonl --bf16 --fp16": "At most one of fp16 and bf16",
+    f"{_TRAIN} --data texts.jsonl --lr_scheduler_type cosin": "cosin is not a valid SchedulerType",
+    # TRL
+    "trl": "Missing argument 'METHOD'",
+    "trl sft": "expected --dataset_name or --config",
+    "trl sfd": "expected one of sft, dpo, kto, reward, grpo",
+    f"{_SFT} --dataset-name none.jsonl": "there is no such data file here (none.jsonl)",
+    f"{_SFT} --dataset_name chats.jsonl --chat_template nofile": "chat template here (nofile). Give a file or folder, or chatml",
+    f"{_SFT} --dataset_name asked.jsonl --chat_template chatml --assistant_only_loss": "(asked.jsonl, line 1). Leave it out",
+    f"{_SFT} --dataset_name texts.jsonl --column body": "no column 'body'. --column names that of sft",
+    f"{_SFT} --dataset_name texts.jsonl --model_name_or_path Base": "no such model here (Base). Did you mean base?",
+    f"{_SFT} --dataset_name texts.jsonl --capacity 8": "packing_oversize",
+    f"{_SFT} --dataset_name texts.jsonl --foo 3": "no such argument of TRL's",
+    "trl dpo --dataset_name texts.jsonl --model_name_or_path base --output_dir out --use_cpu": "chosen and rejected",
+    # Plans
+    "plan": "Missing argument 'LENGTHS'",
+    "plan texts.jsonl": "the capacity is missing. Pass --capacity; the longest is 80",
+    "plan texts.jsonl --capacity 8": "in the shell --oversize",
+    "plan texts.jsonl --capacity -1": "not a capacity (--capacity): expected an integer >= 1, found '-1'",
+    "plan texts.jsonl --capacity 99 --ranks 0": "Invalid value for '--ranks'",
+    "plan texts.jsonl --capacity 99 --rank 8": "--ranks",
+    "plan texts.jsonl --capacity 99 --strategy best": "no such strategy: expected balanced or",
+    "plan texts.jsonl --capacity 99 --sync never": "'never' is not one of 'microbatch', 'step'",
+    "plan texts.jsonl --capacity 99 --oversize cut": "'cut' is not one of 'error', 'truncate', 'drop'",
+    "plan texts.jsonl --packing_capacity 99": "--capacity",
+    "plan texts.jsonl --capacity 99 --html texts.jsonl": "the output would replace the input (texts.jsonl)",
+    "plan words.xyz --capacity 99": "a file's ending is unknown (words.xyz)",
+    "plan none_at_all.jsonl --capacity 99": "the dataset is empty (none_at_all.jsonl)",
+    "plan body.jsonl --capacity 99": "found body, number. Name one of them with --column",
+    "plan body.jsonl --capacity 99 --text_column bdy": "found body, number. Did you mean body?",
+    "plan chats.jsonl --capacity 99": "Name another column with --column",
+    # Checkpoints and runs
+    "inspect texts.jsonl": "this is a file (texts.jsonl): expected the folder of a checkpoint",
+    "inspect nothing": "the folder is not a checkpoint (nothing)",
+    "inspect Base": "no such folder (Base): expected the folder of a checkpoint, or its parent. Did you mean base?",
+    "verify base": "Missing argument 'TARGET'",
+    "verify base nothing": "the folder is not a checkpoint (nothing)",
+    "diff base texts.jsonl": "this is a file (texts.jsonl)",
+    "report nothing": "Give the output_dir of a run",
+    "audit Base": "there is no such model here (Base). Did you mean base?",
+    "audit llama-64x2 --kind casual": "no such kind of model: expected 'causal'",
+    "convert base out --ranks 8": "--to zero1, zero2 or zero3 with --ranks",
+    "convert base out --to zero --ranks 8": "'zero' is not one of",
+    "convert base out --dtype fp16 --to safetensors": "'fp16' is not one of 'float32', 'bfloat16', 'float16'",
+    "convert out base": "no such folder (out)",
+}
+#: Commands that work, and words of what they say of what they were not asked: columns that nothing reads.
+TOLD = {
+    f"{_TRAIN} --data reviews.csv": "reviews.csv: the column 'label' is not used",
+    f"{_TRAIN} --data texts.jsonl --capacity 128": "texts.jsonl: the column 'number' is not used",
 }
 
 _TRAINER = """
@@ -78,6 +166,8 @@ def trainer(data, its_model=None, **more):
 rows = [{"input_ids": list(range(3, 3 + length))} for length in (4, 9, 2, 7)]
 """
 _PACKED = f"{_TRAINER}import torch, ullage\n"
+
+_MASKED = "import torch, ullage\nullage.RaggedBatch.from_padded("
 
 #: Python of a newcomer, the last line wrong, and words of the last line of the answer.
 CALLS = {
@@ -101,6 +191,7 @@ CALLS = {
     f"{_TRAINER}trainer(rows, capacity='lots')": "packing_capacity is not a capacity",
     f"{_TRAINER}trainer(rows, capacity=[64])": "packing_capacity",
     f"{_TRAINER}trainer(rows, capacity=6).train()": "does not fit into a microbatch",
+    f"{_PACKED}trainer(rows, data_collator=RaggedCollator()).train()": "RaggedCollator(labels_from='input_ids')",
     f"{_TRAINER}trainer(rows, named={{'packing_oversize': 'cut'}}).train()": "no such oversize",
     f"{_TRAINER}trainer(rows, named={{'packing_plan_strategy': 'best'}}).train()": "no such strategy",
     f"{_TRAINER}trainer(rows, named={{'packing_loss_weighting': 'tokens'}}).train()": "packing_loss_weighting",
@@ -110,6 +201,12 @@ CALLS = {
     f"{_PACKED}ullage.pack_model('llama')": "pack_model takes a model: expected an nn.Module, found str 'llama'",
     f"{_PACKED}ullage.pack_model(None)": "pack_model takes a model: expected an nn.Module, found None",
     f"{_PACKED}trainer(rows, 'llama')": "llama",
+    "import ullage, transformers\nullage.pack_model(transformers.LlamaForCausalLM)": "Load it first",
+    "import ullage\nullage.audit('Base')": "there is no such model here (Base). Did you mean base?",
+    "import ullage\nullage.audit(3)": "there is no model to audit: expected a model, a config, or the name of one, found 3",
+    "from ullage.models import RecurrentConfig\nRecurrentConfig(num_layers=3)": "Did you mean num_hidden_layers?",
+    "from ullage.models import RecurrentConfig\nRecurrentConfig(cel='gru')": "Did you mean cell?",
+    "from ullage.datasets import tokenize, byte_tokenizer\ntokenize('one string', byte_tokenizer())": "one text is no list",
     f"{_PACKED}trainer(rows, torch.nn.Linear(2, 2))": "call ullage.pack_model(model) first",
     f"{_PACKED}from ullage.models import RecurrentConfig\nRecurrentConfig(cell='lsmt')": "lstm",
     # Plans
@@ -118,13 +215,28 @@ CALLS = {
     "import ullage\nullage.plan(['some text'], ranks=2, capacity=8)": "length",
     "import ullage\nullage.plan([3, 4], rank=2, capacity=8)": "unexpected keyword argument 'rank'",
     "import ullage\nullage.plan([[3, 4]], ranks=2, capacity=8)": "length",
+    "import ullage\nullage.plan([3, 40], ranks=2, capacity=8)": "truncate or drop what is longer: by oversize",
+    "import ullage\nullage.plan([3, 4], ranks=0, capacity=8)": "ranks must be an integer: expected >= 1, found 0",
+    "import ullage\nullage.plan([3], ranks=2, capacity=8, strategy='best')": "no such strategy: expected 'balanced'",
+    "import ullage\nullage.plan([3, 4], ranks=2, capacity=8).members(9, 0)": "no such microbatch: expected 0 to 0, found 9",
+    "import ullage\nullage.plan([3, 4], ranks=2, capacity=8).members(0, 2)": "no such rank: expected 0 to 1, found 2",
+    "import ullage\nullage.pack_lengths([3, 40], 8)": "a sequence does not fit into a microbatch (sequence 1)",
+    "import ullage\nullage.Layout([3, -4])": "lengths must not be negative (item 1): expected >= 0, found -4",
+    "import ullage\nullage.Layout([3, 4.5])": "lengths must be integers (item 1): found 4.5",
+    "import ullage\nullage.exchange.materialize(ullage.plan([3], ranks=2, capacity=8), [{'a': [1]}], 0)": "as planned",
     # Batches
+    f"{_MASKED}torch.ones(2, 3), torch.ones(2, 3))": "fields are given by name",
+    f"{_MASKED}{{'input_ids': torch.ones(2, 3)}}, None)": "attention_mask must be [N, L]",
+    f"{_MASKED}{{'input_ids': torch.ones(1, 3)}}, torch.tensor([[1, 0, 1]]))": "attention_mask has holes (row 0)",
     "import ullage\nullage.RaggedBatch.from_samples(['some text'])": "sample",
     "import ullage\nullage.RaggedBatch.from_samples([{'input_ids': [1]}, {'labels': [1]}])": "input_ids",
     f"{_TRAINER}RaggedCollator()(['some text'])": "a sample is a text, not token ids (sample 0)",
     f"{_TRAINER}RaggedCollator(labels_from='label')(rows)": "label",
     # Files
     "from ullage.checkpoint import read\nread('nowhere')": "nowhere",
+    "import ullage\nullage.checkpoint.convert('base', 'out', format='safetensor')": "expected universal or safetensors",
+    "import ullage\nullage.checkpoint.convert('base', 'out', ranks=8)": "in Python format= and ranks=",
+    "import ullage\nullage.trainer": "module 'ullage' has no attribute 'trainer'. Did you mean: 'Trainer'?",
 }
 
 
@@ -138,9 +250,20 @@ def write_files(folder: Path) -> None:
         "ids.jsonl": [{"ids": [5, 6]}, {"ids": [7, 8, 400, 9]}],
         "floats.jsonl": [{"input_ids": [1.5, 2.5]}],
         "chats.jsonl": [{"messages": chat}] * 8,
+        "asked.jsonl": [{"messages": chat[:1]}] * 8,
+        "docs.jsonl": [{"content": "abc", "author": "d"}] * 8,
+        "body.jsonl": [{"body": "abc", "number": i} for i in range(8)],
+        "none_at_all.jsonl": [],
     }
     for name, content in rows.items():
         jsonl(folder / name, content)
+    (folder / "tabs.csv").write_text("text\tlabel\na b\t1\n")
+    (folder / "reviews.csv").write_text("text,label\n" + "a b c,1\nc d e f,0\n" * 10)
+    (folder / "words.xyz").write_text("5\n9\n")
+    for name in ("nothing", "mixed"):
+        (folder / name).mkdir()
+    (folder / "mixed" / "a.csv").write_text("text\na b\n")
+    jsonl(folder / "mixed" / "b.jsonl", [{"text": "a b"}])
     (folder / "binary.jsonl").write_bytes(bytes(range(128, 256)))
     base_model(folder / "base")
     base_model(folder / "torn")
@@ -173,7 +296,7 @@ def answer(kind: str, what: str, folder: Path) -> dict[str, Any]:
         "lines": len(boxed),
         "traceback": "Traceback (most recent call last)" in done.stderr,
         "left": left,
-        "stdout": done.stdout[-2000:],
+        "stdout": done.stdout[-9000:],
     }
 
 

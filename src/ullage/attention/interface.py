@@ -20,12 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ullage.attention.context import serving
 from ullage.attention.current import IN_FORCE, current_row
 from ullage.attention.kernels import Scores, attend
-from ullage.attention.packed_call import (
-    DeferredMask,
-    PackedCall,
-    attend_by_sequence,
-    described_mask,
-)
+from ullage.attention.packed_call import DeferredMask, PackedCall, attend_by_sequence, described_mask
 from ullage.attention.support import TRYING, refusal, require_known_keywords
 from ullage.attention.ulysses import Slices
 

@@ -48,11 +48,10 @@ def audit(
         bool, typer.Option("--pack/--as-is", help="Pack the model first, or audit it as transformers has it.")
     ] = True,
     attn_implementation: Annotated[
-        str | None,
-        typer.Option("--attn_implementation", metavar="NAME", help="Attention of the model before it is packed."),
+        str | None, typer.Option(metavar="NAME", help="Attention of the model before it is packed.")
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust_remote_code", help="Run the code that the folder of the model holds.")
+        bool, typer.Option("--trust-remote-code", help="Run the code that the folder of the model holds.")
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Of tokens, and of weights where the model has none.")] = 0,
     as_json: AsJson = False,

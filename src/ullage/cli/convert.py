@@ -12,14 +12,6 @@ from ullage.cli.options import AsJson, StorageOption, Workers, progress_bar, sto
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
-_EPILOG = """For those who know ds_to_universal: --num_extract_workers and --num_merge_workers are one --workers here,
-because extracting and merging are one pass. --keep_temp_folder has no counterpart, because there is no temporary copy
-of the state: TARGET.partial is all there is, and the next call resumes from it. --no_strict has none, because a
-checkpoint that is not whole is never converted; a pattern that matches nothing is a note. --inject_missing_state is
-not needed: universal_checkpoint_info says how tensor- and pipeline-parallel slices join, and without either the
-checkpoint is converted without it."""
-
-
 #: What ``--to`` and ``--dtype`` take.
 Format = Literal["universal", "safetensors", "dcp", "trainer", "zero1", "zero2", "zero3"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -30,7 +22,7 @@ def _names(kind: Any) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-@app.command(epilog=_EPILOG)
+@app.command()
 def convert_checkpoint(
     source: Annotated[
         str,

@@ -55,7 +55,11 @@ app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Of a name hyphens and underscores are one; what a verb inherits.
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    },
 )
 
 

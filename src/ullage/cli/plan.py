@@ -39,10 +39,7 @@ def plan(
     ranks: Annotated[int, _Number("--ranks", "-r", help="Ranks that hold data.")] = 8,
     capacity: Annotated[list[str] | None, _Option("--capacity", "-c", metavar="N|NAME=N", help=_CAPACITY)] = None,
     amount: Annotated[list[str] | None, _Option(help=_AMOUNT)] = None,
-    global_batch_size: Annotated[
-        int | None,
-        _Number("--global-batch-size", "--global_batch_size", help="Sequences of a step. Default: all are one step."),
-    ] = None,
+    global_batch_size: Annotated[int | None, _Number(help="Sequences of a step. Default: all are one step.")] = None,
     steps: Annotated[int | None, _Number(help="Plan only the first steps.")] = None,
     strategy: Annotated[str, _Option(help="How to plan: balanced, next_fit, or any that is installed.")] = "balanced",
     sync: Annotated[
@@ -63,7 +60,9 @@ def plan(
     model: Annotated[
         Path | None, _File(metavar="FOLDER", help="The cost of a model: its config.json, or the folder it is in.")
     ] = None,
-    column: Annotated[str | None, _Option(help="The column of the file that holds lengths or text.")] = None,
+    column: Annotated[
+        str | None, _Option("--column", "--text-column", help="The column of the file that holds lengths or text.")
+    ] = None,
     tokenizer: Annotated[str | None, _Option(help="For text: a name or folder. Default: bytes.")] = None,
     n: Annotated[int | None, _Number("--n", "-n", help="Sequences. Default: all of a file, 512 drawn.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, metavar="N", help="Of lengths that are drawn.")] = 0,

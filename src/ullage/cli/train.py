@@ -36,12 +36,12 @@ import typer
 from transformers import AutoTokenizer, HfArgumentParser
 
 from ullage.cli.report import report as show_report
-from ullage.cli.trl import read_recipe
-from ullage.core.errors import InputError, UllageError, UsageError, first_line, root_cause
+from ullage.cli.trl import read_recipe, underscored
+from ullage.core.errors import InputError, UllageError, UsageError, first_line, listed, root_cause
 from ullage.core.leaving import LOST, leave_at_once
 from ullage.core.replacing import replacing
 from ullage.datasets import byte_tokenizer, docstrings, split_held_out, tokenize
-from ullage.datasets.tables import load_rows, near, refuse_slip, revised, source_for
+from ullage.datasets.tables import load_rows, near, refuse_slip, revised, source_for, text_column
 from ullage.datasets.text import read_samples, tokenize_stream
 from ullage.engines import fsdp
 from ullage.models.by_name import causal_model, has_weights, new_config
@@ -63,6 +63,20 @@ FREE = re.compile(
 #: Settings of DeepSpeed that transformers fills in.
 FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 KINDS = f"{', '.join(CELLS)}, llama, any type"
+#: Arguments of others, as patterns -> what does that here.
+HINTS = {
+    "(n|num_?)?(gpus?|proc\\w*)": "start N processes by torchrun --nproc_per_node N -m ullage train ...",
+    "device|cuda|cpu": "--use_cpu, or CUDA_VISIBLE_DEVICES=0 before the command; a GPU is taken where there is one",
+    "wandb\\w*|tensorboard": "--report_to wandb, or another tracker",
+    "attn\\w*|flash\\w*": "packed runs choose it; in Python: from_pretrained(..., attn_implementation=...)",
+    "(use_)?(lora|peft)\\w*": "ullage trl sft --use_peft trains an adapter",
+    "(num|hidden|n)_(\\w+_)?(layers?|size)": "--model llama-64x2 is a new model, hidden size 64, 2 layers",
+    "pack(ing)?": "--packing_capacity N packs",
+    "precision|dtype": "--bf16 or --fp16",
+    "context_length|seq\\w*|max_tokens": "--max_length N cuts sequences",
+    "resume": "the same command goes on; --resume_from_checkpoint FOLDER from elsewhere",
+    "log(ging)?_dir": "--output_dir FOLDER holds the logs",
+}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -81,7 +95,7 @@ class DataArguments:
     eval_data: list[str] | None = option(None, "data to evaluate on, in the place of a part of --data")  # noqa: RUF009
     eval_split: str | None = option(None, "split to evaluate on, of --eval_data or --data", "--dataset_test_split")
     streaming: bool = option(False, "read the data while training, for --max_steps", "--dataset_streaming")
-    text_column: str | None = option(None, "column of texts or token ids; input_ids, text, or the only one of texts")
+    text_column: str | None = option(None, "column of texts or ids; input_ids, text, or the only one", "--column")
     held_out: float = option(0.05, "fraction that is evaluated on and not trained on, by a hash of each sample")
     max_length: int = option(1024, "cut longer sequences, in tokens; 0 cuts none", "--max_seq_length")
     tokenizer: str | None = option(None, "folder, hub name, or bytes; the model's own, or bytes for a new model")
@@ -145,10 +159,12 @@ class Parser(HfArgumentParser):
         """What a call and its file say. The file becomes flags, and means what they mean; ``where``: that file."""
         names = {name.lstrip("-").replace("-", "_") for each in self._actions for name in each.option_strings}
         # argparse fills in no default where the namespace has a value, so what is not said keeps this mark.
-        given, rest = self.parse_known_args(argv, Namespace(**{each.dest: self for each in self._actions}))
+        given, rest = self.parse_known_args(underscored(argv), Namespace(**{each.dest: self for each in self._actions}))
         if rest:
             word = rest[0].partition("=")[0]
-            hint = near(word.lstrip("-").replace("-", "_"), names) or "ullage train --help-all lists all of them"
+            bare = word.lstrip("-")
+            hint = next((HINTS[kind] for kind in HINTS if re.fullmatch(kind, bare)), None) or near(bare, names)
+            hint = hint or "ullage train --help-all lists all of them"
             value = f"a value follows the name of its argument: --data {word}"
             raise UsageError(f"unknown argument {word}", where=where, hint=hint if word.startswith("-") else value)
         found = {name: value for name, value in vars(given).items() if value is not self}
@@ -175,8 +191,10 @@ def samples_of(sources: list[str] | None, args: DataArguments, split: str, revis
     revisions |= {sources[0]: commit[1]} if commit else {}
     if lost := len(table) - len(samples):
         tell(f"{', '.join(sources)}: {lost:,} of {len(table):,} rows are empty and left out")
-    if "label" in table.column_names:
-        tell(f"{', '.join(sources)}: the column 'label' is not used: a model learns to write the texts alone")
+    used = {text_column(table, ", ".join(sources), args.text_column), "labels"}
+    if unused := [repr(name) for name in table.column_names if name not in used]:
+        verb = f"column{'s' * (len(unused) > 1)} {listed(unused)} {'are' if len(unused) > 1 else 'is'}"
+        tell(f"{', '.join(sources)}: the {verb} not used: a model learns to write the texts alone")
     return samples
 
 
@@ -319,7 +337,12 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     elif data.held_out and parts[0]:
         parts = [*split_held_out(parts[0], data.held_out)]
     transformers.set_seed(args.seed)
-    model, tokenizer = model_and_tokenizer(sizes, data.tokenizer, revisions)
+    try:
+        model, tokenizer = model_and_tokenizer(sizes, data.tokenizer, revisions)
+    except (OSError, ValueError) as error:  # transformers' own, of a model or tokenizer that it cannot load
+        if isinstance(error, UllageError):
+            raise
+        raise InputError("the run cannot begin", where=sizes.model, found=first_line(root_cause(error))) from error
     sets = datasets_of(data, model, tokenizer, parts, args.seed)
     count, step = num_parameters(model), record["batch"][2]
     tell(f"{type(model).__name__}: {count:,} parameters; {len(tokenizer):,} tokens; a step: {step:,} sequences")
@@ -370,7 +393,7 @@ def train_as_said(said: dict[str, Any]) -> int:
         how, state = {0: "stopped", SIGINT: "interrupted", SIGTERM: "terminated"}[signalled.number], trainer.state
         tell(f"{how} at step {state.global_step} of {state.max_steps}; the same command goes on")
         return signalled.exit_status
-    if not trainer.state.max_steps:
+    if trainer.state.max_steps < 1:
         raise InputError("the run has no step", where="--num_train_epochs or --max_steps")
     if trainer.eval_dataset is not None and not any("eval_loss" in row for row in trainer.state.log_history[-2:]):
         trainer.evaluate()

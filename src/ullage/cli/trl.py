@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ import typer
 
 from ullage.core.errors import InputError, UllageError, UsageError, first_line
 from ullage.core.replacing import replaced
-from ullage.datasets.tables import refuse_for_trl, refuse_slip, source_for, unreadable
+from ullage.datasets.tables import near, refuse_for_trl, refuse_slip, source_for, unreadable
 
 #: The method, as TRL names its command -> how its trainer and its configuration begin.
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
@@ -37,6 +37,7 @@ _OURS = "arguments of ullage"
 #: What an error of TRL's or of transformers' speaks of -> what to do about it.
 _HINTS = {
     "chat_template is not set": "--chat_template chatml, of sft and reward, gives the model one",
+    "no column": "--column names that of sft; dpo and reward take chosen and rejected",
     "video processor": "pip install torchvision, without which transformers loads no processor that takes clips",
 }
 #: Each turn between two marks, its role in the first line; the assistant's is marked for the loss.
@@ -67,7 +68,7 @@ def trl(
     ] = None,
 ) -> None:
     """Run TRL's command line with packing: its flags and YAML recipes, and --packing_capacity beside them."""
-    given = arguments or []
+    given = underscored(arguments or [])
     if method not in METHODS:
         raise UsageError(
             "ullage trl has no such method",
@@ -95,33 +96,23 @@ def trl(
     _train(script, method, parsed)
 
 
+def underscored(arguments: Sequence[str]) -> list[str]:
+    """Arguments whose names have underscores where they may have hyphens."""
+    names = [word.partition("=") if word.startswith("--") else ("", "", word) for word in arguments]
+    return [f"{name[:2]}{name[2:].replace('-', '_')}{equals}{value}" for name, equals, value in names]
+
+
 def _is_script(name: str) -> bool:
     """Whether TRL has a training script of this name."""
-    return (
-        name.isidentifier() and importlib.util.find_spec("trl") is not None and f"{name}.py" in os.listdir(_scripts())
-    )
-
-
-def _scripts() -> Path:
-    spec = importlib.util.find_spec("trl.scripts")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _recipe(arguments: Sequence[str]) -> str | None:
-    """The file that ``--config`` names."""
-    return next((after for word, after in pairwise(arguments) if word == "--config"), None)
+    is_there = name.isidentifier() and importlib.util.find_spec("trl") is not None
+    return is_there and importlib.util.find_spec(f"trl.scripts.{name}") is not None
 
 
 def _set_environment(arguments: Sequence[str]) -> None:
     """Set the variables that the recipe lists under ``env``, before libraries load that read them at their import."""
-    path = _recipe(arguments)
-    if path is None:
-        return
-    recipe = read_recipe(path)
-    if isinstance(env := recipe.get("env"), dict):
-        os.environ.update({str(name): str(value) for name, value in env.items()})
+    for word, path in pairwise(arguments):
+        if word == "--config" and isinstance(env := read_recipe(path).get("env"), dict):
+            os.environ.update({str(name): str(value) for name, value in env.items()})
 
 
 def read_recipe(path: str) -> dict[str, Any]:
@@ -164,7 +155,10 @@ def _parser_of(method: str) -> tuple[Any, Any]:
 
 def _parse(parser: Any, arguments: Sequence[str]) -> tuple[list[Any], list[str], list[str]]:
     """What the script's ``main`` takes, and what is left of the recipe and of the call."""
+    if named := parser._option_string_actions.get("--dataset_text_field"):
+        parser._option_string_actions["--column"] = named
     try:
+        warnings.simplefilter("ignore", FutureWarning)  # of TRL's own settings
         *parsed, of_recipe, of_call = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
@@ -193,13 +187,8 @@ def _launcher_call(parser: Any, arguments: Sequence[str], again: Sequence[str]) 
     for word in arguments:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in (*launching._option_string_actions, "--accelerate_config"):
-            near = get_close_matches(name, known, n=1)
-            raise UsageError(
-                "no such argument of TRL's, of ullage's or of accelerate launch",
-                where=parser.prog,
-                found=name,
-                hint=f"did you mean {near[0]}?" if near else f"{parser.prog} --help lists them",
-            )
+            what, hint = "no such argument of TRL's, of ullage's or of accelerate launch", near(name, known)
+            raise UsageError(what, where=parser.prog, found=name, hint=hint or f"{parser.prog} --help lists them")
     if not arguments and not Path(default_config_file).is_file() and torch.accelerator.device_count() < 2:
         return None
     try:
@@ -272,10 +261,10 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
             script.main(*parsed)
     except UllageError:
         raise
-    except (OSError, ValueError) as error:  # no data there, a model that cannot be read, arguments that contradict
+    except (OSError, ValueError, KeyError) as error:  # no data, or no such column; a model that cannot be read
         if trainer.has_begun:
             raise
-        found = " ".join(str(error).split())
+        found = f"{'no column ' * isinstance(error, KeyError)}{' '.join(str(error).split())}"
         hint = next((hint for part, hint in _HINTS.items() if part in found), None)
         raise InputError("TRL's script cannot begin", where=f"ullage trl {method}", found=found, hint=hint) from error
 
@@ -316,7 +305,7 @@ def _local(script: Any, config: Any, model: Any) -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="ullage-") as folder,
     ):
         if template := getattr(config, "chat_template_path", None):
-            refuse_slip(template, "chat template", ["chatml"], must_exist=template.endswith((".jinja", ".j2")))
+            refuse_slip(template, "chat template", ["chatml"], must_exist=template.count("/") != 1 or "." in template)
         with config.main_process_first(local=False):  # the ranks share the folder of an adapter's base
             _make_model(model, config, f"{config.output_dir}/base" if model.use_peft else f"{folder}/model")
         if template == "chatml":
@@ -339,6 +328,7 @@ def _make_model(model: Any, config: Any, folder: str) -> None:
         hint = "a folder, a name of the hub, or a new model: llama-64x2"
         raise UsageError("TRL is given no model", where="ullage trl", expected="--model_name_or_path", hint=hint)
     if new_config(name, tokenizer) is None:
+        refuse_slip(name, "model")
         return
     is_kept = model.use_peft and (config.resume_from_checkpoint or not config.should_save) and has_weights(folder)
     set_seed(config.seed)

@@ -14,10 +14,7 @@ from ullage.core.errors import InputError
 from ullage.core.replacing import replacing
 
 #: What each kind of file holds within its first bytes, and is known by.
-_KNOWN_BY = {
-    "page": b'<meta name="generator" content="ullage">',
-    "plan": b'{"format": "ullage plan ',
-}
+_KNOWN_BY = {"page": b'<meta name="generator" content="ullage">', "plan": b'{"format": "ullage plan '}
 _FIRST_BYTES = 4096
 
 

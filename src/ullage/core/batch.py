@@ -148,8 +148,10 @@ class RaggedBatch(Shown):
         sequence. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with holes, an empty
         row, a shape that disagrees, and for images of which nobody says whose they are.
         """
-        if attention_mask.ndim != 2:
-            raise InputError("attention_mask must be [N, L]", found=f"shape {list(attention_mask.shape)}")
+        if not isinstance(fields, Mapping):
+            raise InputError("fields are given by name", expected='{"input_ids": [N, L]}', found=type(fields).__name__)
+        if getattr(attention_mask, "ndim", None) != 2:
+            raise InputError("attention_mask must be [N, L]", found=f"shape {[*getattr(attention_mask, 'shape', ())]}")
         mask = attention_mask != 0
         host = mask.cpu().numpy()
         _require_rows(host)

@@ -33,7 +33,7 @@ from ullage.datasets.stored import (
     require_token_ids,
     require_values,
 )
-from ullage.datasets.tables import READERS, load_rows, refuse_slip
+from ullage.datasets.tables import READERS, load_rows, near, refuse_slip
 
 ENDINGS = (".npy", *READERS)
 #: Names of a column of lengths, in lower case.
@@ -258,7 +258,8 @@ def choose_column(names: Sequence[str], column: str | None, where: str) -> str:
     """
     if column is not None:
         if column not in names:
-            raise InputError("a column is missing", where=where, expected=column, found=listed(names, 16) or "none")
+            found = listed(names, 16) or "none"
+            raise InputError("a column is missing", where=where, expected=column, found=found, hint=near(column, names))
         return column
     # The first rule that leaves a single name decides.
     for wanted in (

@@ -135,6 +135,8 @@ def refuse_slip(name: str, kind: str, known: Iterable[str] = (), *, must_exist: 
     here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     # A name with a revision is the hub's for certain.
     hint = None if "@" in name else near(Path(name).name, here, folder) or near(name, known)
+    if must_exist and known:
+        hint = hint or f"give a file or folder, or {' or '.join(known)}"
     if hint or must_exist or name.startswith((".", "/", "~")):
         raise InputError(f"there is no such {kind} here", where=name, hint=hint)
 

@@ -22,14 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ullage.attention.heads import is_multiple_choice
-from ullage.attention.support import (
-    NAME,
-    attends_both_ways,
-    configs_of,
-    first_position,
-    forget_checks,
-    text_modules,
-)
+from ullage.attention.support import NAME, attends_both_ways, configs_of, first_position, forget_checks, text_modules
 from ullage.core.errors import InputError
 from ullage.core.replacing import replaced
 from ullage.mixers.items import takes_items
@@ -51,14 +44,9 @@ ITEMS_ON_THE_ROW = frozenset(
 #: Types that count positions from 1.
 COUNTED_FROM_ONE = frozenset({"paligemma"})
 #: Types in which the rows of a batch meet by design, and how.
-_RANDOM = {
-    "reformer": "hashes its tokens at random",
-    "yoso": "hashes its tokens at random",
-}
+_RANDOM = {"reformer": "hashes its tokens at random", "yoso": "hashes its tokens at random"}
 #: Adapters in which they do, by the module of their layers.
-_ADAPTERS = {
-    "peft.tuners.lily.": "averages the choice of its adapters over all tokens",
-}
+_ADAPTERS = {"peft.tuners.lily.": "averages the choice of its adapters over all tokens"}
 
 
 class CompetingSequences(InputError):

@@ -162,11 +162,7 @@ class RecurrentEncoderDecoderConfig(StrictConfig):
     """
 
     model_type = "ullage_recurrent_encoder_decoder"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        CACHE,
-        "encoder_last_hidden_state",
-        "cross_attentions",
-    ]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE, "encoder_last_hidden_state", "cross_attentions"]
 
     cell: str = "lstm"
     attention: str = "additive"
@@ -519,10 +515,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         begun = [row if int(row[0]) == start else torch.cat([row.new_tensor([start]), row]) for row in begun]
         batch = RaggedBatch.from_samples([{"decoder_input_ids": row} for row in begun])
         padded = batch.to_padded(self._special_token("pad_token_id", kwargs) or 0, side="left")
-        return {
-            "decoder_input_ids": padded["decoder_input_ids"],
-            "decoder_attention_mask": padded["attention_mask"],
-        }
+        return {"decoder_input_ids": padded["decoder_input_ids"], "decoder_attention_mask": padded["attention_mask"]}
 
 
 def _given_memory(outputs: Any, mask: Tensor | None) -> _Memory:

@@ -100,12 +100,7 @@ Strategy = Callable[[Task], Assignment]
 
 PREASSIGNED = "preassigned"
 #: Megatron-LM's names -> ours.
-ALIASES = {
-    "default": "balanced",
-    "default_dynamic_cp": "balanced",
-    "dp_balanced": "next_fit",
-    "empty": PREASSIGNED,
-}
+ALIASES = {"default": "balanced", "default_dynamic_cp": "balanced", "dp_balanced": "next_fit", "empty": PREASSIGNED}
 #: Microseconds per item as plain Python: on one rank each, on as many as it needs, and in arrival order.
 _EACH, _EACH_SHARED, _EACH_IN_ORDER = 50, 150, 1
 

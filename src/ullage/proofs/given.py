@@ -19,6 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ullage.core.errors import InputError, first_line, require_one_of
+from ullage.datasets.tables import refuse_slip
 from ullage.mixers.trial import vary
 from ullage.models.by_name import has_weights, new_config, sized_config
 
@@ -61,6 +62,7 @@ def named_model(
     except (OSError, ValueError, KeyError) as error:
         hint = "with --trust_remote_code its own code is run" if "trust_remote_code" in str(error) else None
         if "/" not in name and not Path(name).exists():
+            refuse_slip(name, "model")
             kind = name.partition("-")[0]
             kind = next(iter(get_close_matches(kind, CONFIG_MAPPING, n=1)), kind)
             hint = f"a new model is named by its type and sizes, such as {kind}-64x4"

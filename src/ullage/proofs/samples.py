@@ -17,13 +17,7 @@ from ullage.core.columns import IGNORED_LABEL, is_media
 from ullage.mixers.forwards import FoundForward
 from ullage.mixers.items import alone_form
 from ullage.mixers.proof import is_routed
-from ullage.mixers.trial import (
-    Trial,
-    most_tokens,
-    moved,
-    row_of,
-    trial_of,
-)
+from ullage.mixers.trial import Trial, most_tokens, moved, row_of, trial_of
 from ullage.mixers.wrappers import bare
 
 #: Tokens of the target of a source, so that the lengths of both differ: a source of 7 has a target of 5.

@@ -9,13 +9,4 @@ that samples travel by are in ``ranks.wire``, the making of process groups in ``
 from ullage.ranks.agreement import agree, gather_agreed, raise_failures, report, together, tried
 from ullage.ranks.topology import Axis, Topology
 
-__all__ = [
-    "Axis",
-    "Topology",
-    "agree",
-    "gather_agreed",
-    "raise_failures",
-    "report",
-    "together",
-    "tried",
-]
+__all__ = ["Axis", "Topology", "agree", "gather_agreed", "raise_failures", "report", "together", "tried"]

@@ -55,19 +55,10 @@ from ullage.training.run.capacity import CapacityFinder
 from ullage.training.run.layouts import LayoutHistory
 from ullage.training.run.rehearsal import Rehearsal
 from ullage.training.saving.background import BackgroundSave
-from ullage.training.saving.checkpoints import (
-    load_renamed,
-    newest_unharmed,
-    require_folder,
-    require_same_model,
-)
+from ullage.training.saving.checkpoints import load_renamed, newest_unharmed, require_folder, require_same_model
 from ullage.training.saving.resuming import checkpoint_for
 from ullage.training.setup import fsdp
-from ullage.training.setup.arguments import (
-    PackingOptions,
-    form_process_group,
-    global_batch_of,
-)
+from ullage.training.setup.arguments import PackingOptions, form_process_group, global_batch_of
 from ullage.training.setup.releases import TrainerOfAnyRelease, settle_loss
 from ullage.training.setup.sharding import data_ranks, require_trainable, sharding_of
 from ullage.training.step.drawing import StepSource

@@ -21,13 +21,7 @@ from typing import Any
 from ullage.checkpoint.conversion.checksums import compare_sources
 from ullage.checkpoint.conversion.comparing import Pair, compare_pairs
 from ullage.checkpoint.conversion.copying import Files, copy_files, split
-from ullage.checkpoint.conversion.destination import (
-    disk_error,
-    partial_of,
-    point_to,
-    require_paths,
-    require_writable,
-)
+from ullage.checkpoint.conversion.destination import disk_error, partial_of, point_to, require_paths, require_writable
 from ullage.checkpoint.conversion.journal import FOLDER, Journal, Line, mark_of, plan_of, sync_files
 from ullage.checkpoint.core.inventory import Inventory
 from ullage.checkpoint.core.paths import checkpoint_path, is_remote, is_url

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,13 @@ def locate_checkpoint(folder: str | Path) -> tuple[Path, str]:
                 expected="the folder of a checkpoint, or its parent",
                 hint=f"give its folder: {folder.parent}",
             )
-        raise CheckpointError("no such folder", where=str(folder), expected="the folder of a checkpoint, or its parent")
+        here = (
+            [] if is_remote(folder) or not folder.parent.is_dir() else [path.name for path in folder.parent.iterdir()]
+        )
+        near = get_close_matches(folder.name, here, 1, 0.7)
+        hint = f"did you mean {folder.parent / near[0]}?" if near else None
+        expected = "the folder of a checkpoint, or its parent"
+        raise CheckpointError("no such folder", where=str(folder), expected=expected, hint=hint)
     found = _format(folder)
     # Trainer puts a copy of the weights beside `latest`, which names a folder that has the optimizer too.
     pointed = any((folder / pointer).is_file() for pointer in _POINTERS)

@@ -163,7 +163,7 @@ def require_format(format: str, ranks: int | None = None) -> None:
         raise InputError(
             f"{format} is for any number of ranks",
             found=f"ranks {ranks}",
-            hint=f"shards are --to {' or '.join(name for name, each in FORMATS.items() if each.stage)}",
+            hint="shards are of --to zero1, zero2 or zero3 with --ranks, in Python format= and ranks=",
         )
 
 

@@ -21,12 +21,7 @@ from ullage.core.columns import sample_value
 from ullage.core.errors import InputError
 
 #: Required fields of a sample, one entry per token, and their dtypes.
-FIELDS = {
-    "tokens": torch.int64,
-    "labels": torch.int64,
-    "loss_mask": torch.float32,
-    "position_ids": torch.int64,
-}
+FIELDS = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32, "position_ids": torch.int64}
 _LENGTHS = ("original_seq_len", "padded_seq_len", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 

@@ -39,15 +39,7 @@ from ullage.core.replacing import replaced
 from ullage.ranks import Axis, together
 from ullage.ranks.ending import end_groups_at_exit
 from ullage.ranks.wire import gather_objects
-from ullage.training.deepspeed.content import (
-    SCALE,
-    Content,
-    ModelStates,
-    RangePlan,
-    Read,
-    make_plan,
-    shared_content,
-)
+from ullage.training.deepspeed.content import SCALE, Content, ModelStates, RangePlan, Read, make_plan, shared_content
 from ullage.training.deepspeed.engine import (
     EngineTensors,
     HeldRange,

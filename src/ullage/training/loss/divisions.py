@@ -185,9 +185,14 @@ def division_of(trainer: transformers.Trainer, *, counted: bool, packed: bool = 
     if own is not None and own.name == "compute_loss_func" and own.takes_count and counted:
         return "sum"
     meanings = ", ".join(f"{word!r} ({meaning})" for word, meaning in DIVISIONS.items())
+    if own is None:
+        hint = (
+            "give the samples labels, or RaggedCollator(labels_from='input_ids'); else set packing_loss on the Trainer"
+        )
+        raise InputError("the batches have no labels to count", expected=trainer.label_names, found="none", hint=hint)
     raise InputError(
         "packing must know how a loss of one's own is divided",
-        where="the model's loss" if own is None else own.name,
+        where=own.name,
         expected="packing_loss on the Trainer's class",
         found="none",
         hint=f"set packing_loss to {meanings}; docs/losses.md shows each",

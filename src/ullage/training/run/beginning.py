@@ -7,6 +7,7 @@ other; with the same samples in another order nothing breaks, and samples are tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from ullage.training.setup.arguments import empty_step_of
 from ullage.training.setup.sharding import sharding_of
 from ullage.training.step.packing import Packer
 
+_logger = logging.getLogger(__name__)
+
 
 def require_equal_ranks(trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:
     """Refuse data that cannot be trained on, and ranks whose arguments or data differ. Collective.
@@ -51,10 +54,22 @@ def require_equal_ranks(trainer: transformers.Trainer, reader: BatchReader, pack
             raise InputError("the training dataset is empty", where="train_dataset", expected="at least one sample")
         if standard and dataset is not None:
             _require_capacity(trainer, reader, packer)
+            if packer.options is not None and args.remove_unused_columns and trainer.is_world_process_zero():
+                _tell_of_unused(trainer, dataset)
             described = describe_data(dataset, reader.main_input) if several else {}
     if several:
         ranks = gather((describe_arguments(args), described), several)
         require_same_run([arguments for arguments, _ in ranks], [data for _, data in ranks])
+
+
+def _tell_of_unused(trainer: transformers.Trainer, dataset: Any) -> None:
+    """Name once the columns that the model does not take; a method of TRL's has its own use of columns."""
+    rows = dataset[:1] if isinstance(dataset, list) else []
+    names = getattr(dataset, "column_names", None) or [name for row in rows if isinstance(row, dict) for name in row]
+    trainer._set_signature_columns_if_needed()
+    unused = [repr(name) for name in names if name not in (trainer._signature_columns or names)]
+    if unused and not any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        _logger.warning("columns of train_dataset that the model does not take are not used: %s", listed(unused, 8))
 
 
 def _require_capacity(trainer: transformers.Trainer, reader: BatchReader, packer: Packer) -> None:

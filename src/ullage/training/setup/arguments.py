@@ -45,7 +45,8 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={
             "help": "Pack each global batch into microbatches of at most this many tokens on a rank, without padding "
             "and balanced over ranks; 'auto' finds the largest number that fits into packing_memory. Without it "
-            "nothing is packed."
+            "nothing is packed.",
+            "aliases": ["--capacity"],
         },
     )
     packing_capacities: dict[str, int] | str | None = field(
