@@ -84,6 +84,26 @@ def test_inspect_of_a_damaged_checkpoint_exits_with_one(run: Run, truth: Truth, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged"]
 
 
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_inspect_cuts_nothing_and_is_no_wider_than_the_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    name = "model.layers.10.post_attention_layernorm.weight"
+    shapes = {name: (12, 300), "lm_head.weight": (2000, 9)}
+    shown = write(tmp_path / "s", Recipe(stage=1, dp=3, groups=[shapes]))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("inspect", shown.tag_folder)[1].splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in "".join(lines)
+    whole = "\n".join(lines)
+    for fact in ("12 × 300", "2000 × 9", "43.2 kB", "216 kB", "21,600", "7,200"):  # none is folded
+        assert re.search(rf"(?<!\S){fact}(?!\S)", whole), fact
+    assert name in re.sub(r"\n +", "", whole)
+    # Beside each other where there is room, and below it each number by its name.
+    assert ("per shard 7,200" in whole) == (columns < 100)
+    assert ("elements  shards  per shard" in whole) == (columns == 100)
+
+
 def test_tensors_are_counted_alike_whatever_the_ranks_and_a_step_is_a_whole_number(
     run: Run, truth: Truth, tmp_path: Path
 ) -> None:

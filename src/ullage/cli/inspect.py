@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +15,12 @@ import typer
 from ullage.cli.options import SHOWN, AllRows, AsJson, StorageOption, print_list, storage_options
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+#: Width of the names of facts; a space at which no line is folded.
+_LABEL, _KEPT = 12, "\u00a0"
+#: Columns of numbers, which end below each other; columns whose cells are clear without their heading.
+_RIGHT = ("group", "parameters", "elements", "shards", "per shard", "padding", "bytes", "fragments")
+_CLEAR = ("name", "shape", "dtype", "states", "bytes")
 
 
 @app.command()
@@ -97,13 +106,18 @@ def _fields(of: Any, *names: str) -> dict[str, Any]:
 def _print(inventory: Any, problems: Any, limit: int | None, tensors: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
+    from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(_plain_table(list(_facts(inventory, limit))))
+    for name, value in _facts(inventory, limit):
+        for k, line in enumerate(_folded(re.sub(r" (?=[kMGT]?B\b)", _KEPT, value), console.width - _LABEL)):
+            label = ("" if k else name).ljust(_LABEL)
+            console.print(Text.assemble((label, "dim"), line), soft_wrap=True)
     if inventory.groups:
-        console.print(_groups_table(inventory, limit))
+        _print_table(console, "Groups", _group_rows(inventory, limit), len(inventory.groups))
     if tensors:
-        console.print(_tensors_table(inventory, limit))
+        number = len({tensor.name for tensor in inventory.tensors})
+        _print_table(console, "Parameters and buffers", _tensor_rows(inventory, limit), number)
     for note in inventory.notes:
         console.print(f"note: {escape(note)}", style="dim", soft_wrap=True)
     for problem in inventory.optimizer_problems[:limit]:
@@ -131,14 +145,17 @@ def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
     if is_sharded:
         yield "ranks", f"dp {written_by.dp} × tp {written_by.tp} × pp {written_by.pp} = {written_by.world_size}"
     if written_by.experts:
-        held, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
-        layers = f"{held} in each of {len(written_by.experts)} layers"
+        number, sizes = (" or ".join(map(str, dict.fromkeys(n))) for n in (written_by.experts, written_by.ep))
+        layers = f"{number} in each of {len(written_by.experts)} layers"
         yield "experts", layers + (f", ep {sizes}" if sizes else ", none trained")
     yield "files", f"{len(inventory.files):,}, {size(inventory.num_file_bytes)}"
     buffers = ", buffers among them" if any(tensor.kind == "buffer" for tensor in inventory.tensors) else ""
     yield "parameters", f"{len(by_name(inventory)):,}{buffers}"
     yield "tensors", f"{len(inventory.tensors):,}, the states of each counted, {size(inventory.num_bytes)}"
-    yield "states", ", ".join(f"{key} {size(held)}" for key, held in _bytes_by_key(inventory).items())
+    held = dict.fromkeys(inventory.keys, 0)  # bytes of each state, the weights first
+    for tensor in inventory.tensors:
+        held[tensor.key] = held.get(tensor.key, 0) + tensor.num_bytes
+    yield "states", ", ".join(f"{key} {size(held[key])}" for key in held)
     yield "dtype", ", ".join(dict.fromkeys(tensor.dtype for tensor in inventory.tensors))
     if is_sharded:
         yield "padding", f"{inventory.padding:,} elements"
@@ -148,83 +165,71 @@ def _facts(inventory: Any, limit: int | None) -> Iterator[tuple[str, str]]:
         yield "step", ", ".join(str(step).removesuffix(".0") for step in dict.fromkeys(inventory.steps.values()))
 
 
-def _bytes_by_key(inventory: Any) -> dict[str, int]:
-    """Bytes of each state, the weights first."""
-    found = dict.fromkeys(inventory.keys, 0)
-    for tensor in inventory.tensors:
-        found[tensor.key] = found.get(tensor.key, 0) + tensor.num_bytes
-    return found
+def _folded(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of at most ``width`` letters, folded between words; a word is broken where it alone is longer."""
+    lines = textwrap.wrap(text, max(width, _LABEL), subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace(_KEPT, " ") for line in lines or [""]]
 
 
-def _plain_table(facts: list[tuple[str, str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
+def _print_table(console: Any, title: str, table: list[list[str]], number: int) -> None:
+    """Print rows, of which the first holds the headings, and how many of ``number`` are left out.
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, Text(value))
-    return table
+    In a terminal that is too narrow for the columns, the cells of a row stand under its first one.
+    """
+    headings, *rows = table
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join(c.rjust(w) if h in _RIGHT else c.ljust(w) for h, c, w in zip(headings, row, widths))
+             for row in table]  # fmt: skip
+    if max(map(len, lines)) > console.width:
+        lines = []
+        for row in rows:
+            first, *others = (c if h in _CLEAR else f"{h} {c}" for h, c in zip(headings, row) if c)
+            # A name is folded at its dots, and what goes on of it is indented by more than the cells.
+            name = _folded(first.replace(".", ". "), console.width, " " * 4)
+            cells = _folded("  ".join(cell.replace(" ", _KEPT) for cell in others), console.width - 2)
+            lines += [*(line.replace(". ", ".") for line in name), *(f"  {line}" for line in cells)]
+    if number > len(rows):
+        lines.append(f"and {number - len(rows):,} more (--all)")
+    console.print(title, style="italic")
+    for line in lines:
+        console.print(line.rstrip(), markup=False, soft_wrap=True)
 
 
-def _groups_table(inventory: Any, limit: int | None) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Groups", title_justify="left", box=None, pad_edge=False)
-    for name in ("group", "parameters", "elements", "shards", "per shard", "padding", "on ranks"):
-        table.add_column(name, justify="right" if name != "on ranks" else "left")
+def _group_rows(inventory: Any, limit: int | None) -> list[list[str]]:
+    table = [["group", "parameters", "elements", "shards", "per shard", "padding", "on ranks"]]
     for group in inventory.groups[:limit]:
-        name = f"{group.index}" + (
-            f" (model rank {group.model_rank})" if inventory.written_by.tp * inventory.written_by.pp > 1 else ""
-        )
+        ranks = inventory.written_by.tp * inventory.written_by.pp
+        name = f"{group.index}" + (f" (model rank {group.model_rank})" if ranks > 1 else "")
         name += f", ep rank {group.ep_rank}" if group.ep_rank is not None else ""
         held = group.size - group.padding
         padded = [rank for rank, elements in enumerate(group.padding_of()) if elements]
         numbers = (len(group.names), held, group.num_shards, group.shard_size, group.padding)
-        table.add_row(name, *(f"{number:,}" for number in numbers), _ranges(padded))
-    if limit is not None and len(inventory.groups) > limit:
-        table.caption = f"and {len(inventory.groups) - limit:,} more (--all)"
+        table.append([name, *(f"{number:,}" for number in numbers), _ranges(padded)])
     return table
 
 
 def _ranges(ranks: list[int]) -> str:
     """[3, 5, 6, 7] → ``3, 5–7``, at most three ranges."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    said = [f"{a}" if a == b else f"{a}–{b}" for a, b in ranges]
+    # Ranks of one range are all as far from their places in the list.
+    place = itertools.count()
+    runs = [list(run) for _, run in itertools.groupby(ranks, lambda rank: rank - next(place))]
+    said = [f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
     return ", ".join(said if len(said) <= 3 else [*said[:2], f"… {said[-1]}"])
 
 
-def _tensors_table(inventory: Any, limit: int | None) -> Any:
+def _tensor_rows(inventory: Any, limit: int | None) -> list[list[str]]:
     """One row per parameter or buffer, its states together."""
-    from rich.table import Table
-    from rich.text import Text
-
     from ullage.core.display import size
     from ullage.report.checkpoint import by_name
 
-    names = by_name(inventory)
-    rows: list[list[str]] = []
-    for name, tensors in list(names.items())[:limit]:
+    table = [["name", "shape", "dtype", "states", "bytes", "fragments"]]
+    for name, tensors in list(by_name(inventory).items())[:limit]:
         first = tensors[0]
         shape = " × ".join(map(str, first.shape)) or "scalar"
         states = ", ".join(t.key for t in tensors)
         # The states of a parameter are cut alike as a rule; the most cut one is shown.
         fragments = str(max(t.num_fragments for t in tensors))
-        rows.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
-    table = Table(title="Parameters and buffers", title_justify="left", box=None, pad_edge=False)
+        table.append([name, shape, first.dtype, states, size(sum(t.num_bytes for t in tensors)), fragments])
     # Columns that are the same for all rows stand above the table, so that names have room.
-    kept = [k for k in range(6) if k not in (2, 3) or len({row[k] for row in rows}) > 1]
-    headings = ("name", "shape", "dtype", "states", "bytes", "fragments")
-    for k in kept:
-        table.add_column(headings[k], overflow="fold", justify="right" if k > 3 else "left")
-    for row in rows:
-        table.add_row(*(Text(row[k]) for k in kept))
-    if limit is not None and len(names) > limit:
-        table.caption = f"and {len(names) - limit:,} more (--all)"
-    return table
+    kept = [k for k in range(6) if k not in (2, 3) or len({row[k] for row in table[1:]}) > 1]
+    return [[row[k] for k in kept] for row in table]
