@@ -177,8 +177,8 @@ td:first-child, th:first-child { text-align: left; padding-left: 0 } p { margin:
 preserveAspectRatio="none" role="img" aria-label="loss by step">$picture</svg>$rings</div><div class="marks">$marks</div></figure>
 <table><tr><th>the run, on</th><th>steps</th><th>tokens per second</th><th>loss at its first step</th><th class="wide">
 uninterrupted</th><th>most apart</th></tr>$rows</table>
-<p>Loss by step. Coloured: the run, stopped, its checkpoint converted and compared byte by byte, and continued. Pale band: the
-uninterrupted run. Rings: the padded run on the same sequences. Model $model on Python's docstrings.</p></main></body></html>
+<p>Loss by step. Coloured: the run, stopped at each dotted line and continued on another layout; its first checkpoint is also
+converted and compared byte by byte. Pale band: the uninterrupted run. Rings: the padded run on the same sequences. Model $model on Python's docstrings.</p></main></body></html>
 """
 
 

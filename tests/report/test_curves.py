@@ -65,12 +65,10 @@ def test_points_lie_where_their_values_are():
     ]
 
 
-def test_one_point_is_a_dot_and_what_is_not_finite_a_gap():
+def test_one_point_is_a_picture_and_what_is_not_finite_a_gap():
     one = chart([Series("a", "k0", [(7, 2.0)])])
     assert one is not None
-    assert len(set(one.curves[0].points.split())) == 1  # a line of no length, which round ends make a dot
-    assert len(one.curves[0].points.split()) == 2
-    assert one.curves[0].style.split() == ["k0", "dot"]
+    assert one.curves[0].points.split() == [f"0.0,{HEIGHT / 2}"]  # which the page shows as a point
     late = chart([Series("a", "k0", [(1, 1.0), (2, 2.0), (3, math.nan)])])
     assert late is not None
     assert (late.first, late.last) == (1, 3)

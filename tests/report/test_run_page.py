@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.browser import check_laid_out, lay_out, needs_chromium
-from tests.support.drawn_page import DrawnPage
 from tests.support.own_models import llama_config, sequences
 from tests.support.small_runs import quiet
 from ullage.cli import main
@@ -77,10 +76,10 @@ def test_figures_and_page_are_those_of_the_trainers_history(ran):
     strip = re.search(r"step 5\ntraining: ([\d.e+-]+)<", page)
     assert strip is not None
     assert strip[1] == f"{logged[4]['loss']:.5g}"
-    assert [(box.title, round(box.width)) for box in DrawnPage(page).bar("steps")] == [
-        ("1 process: steps 1 to 3", 50),
-        ("1 process: steps 4 to 6", 50),
-    ]
+    assert f"loss {logged[0]['loss']:.3g} to {logged[-1]['loss']:.3g} in 6 steps" in title_of(page)
+    assert re.sub(r"\s+", " ", re.search("Dotted: .*?</p>", page, re.DOTALL)[0]) == (
+        "Dotted: a process began at step 3 on 1 process.</p>"
+    )
     assert "<script" not in page
     assert not re.findall(r"(?:src|href)=", page)
 
@@ -106,13 +105,81 @@ def test_two_runs_are_drawn_over_each_other(ran):
     runs = [read_run(ran), read_run(ran.parent / "stopped")]
     assert short_names(runs) == ["a", "stopped"]
     page = html.unescape(run_page(runs))
-    assert page.count('class="k1 broken') == page.count('class="k0 broken') > 0  # one point alone is a dot
-    assert "a, held out" in page
+    assert {label: style for label, style in legend(page) if "training" in label or "held out" in label} == {
+        "a, training": "k0",
+        "a, held out (dashed)": "k0 broken",
+        "stopped, training (wide and pale)": "k1 under",  # its losses are those of the first run
+        "stopped, held out (wide and pale)": "k1 broken under",  # of one evaluation: a point
+    }
+    assert title_of(page) == "a beside stopped: the same losses at 3 common steps"
     table = {row[0]: row for row in run_figures(runs)}
     ours, theirs = (dict(run.values("loss")) for run in runs)
     assert table["loss at the last log"][3] == f"{theirs[3] - ours[6]:+.3g}"
     # The same steps have the same losses: the second run is the first up to there.
     assert {step: ours[step] for step in theirs} == theirs
+
+
+def title_of(page: str) -> str:
+    return html.unescape(re.search("<h1>(.*?)</h1>", page)[1])
+
+
+def legend(page: str) -> list[tuple[str, str]]:
+    """Each entry of the legends: its words, and the classes in which its curve is drawn."""
+    entries = re.findall(r'<li>.*?class="line (?:dots )?(.*?)".*?</svg>(.*?)</li>', page, re.DOTALL)
+    return [(re.sub(r"\s+", " ", label).strip(), style) for style, label in entries]
+
+
+def drawn(page: str) -> list[str]:
+    """Classes of the curves that are drawn."""
+    return re.findall(r'<polyline class="line (.*?)"', page)
+
+
+def points(page: str) -> list[int]:
+    """How many points show on each curve that has any."""
+    return [path.count("M") for path in re.findall(r'<path class="line dots [^"]*" d="(M[^"]*M[^"]*)"', page)]
+
+
+@pytest.mark.parametrize(("steps", "every", "shown"), [(20, 1, 20), (20, 10, 2), (29, 1, 29), (30, 1, None)])
+def test_a_short_run_shows_each_step_that_was_logged(tmp_path, steps, every, shown):
+    write(tmp_path, [{"step": k, "loss": 3.0 - k / 100} for k in range(every, steps + 1, every)])
+    page = run_page([read_run(tmp_path)])
+    assert points(page) == ([] if shown is None else [shown])
+    assert len(legend(page)) == len(drawn(page)) == 1  # and nothing was held out
+
+
+def test_the_page_begins_with_figures_and_the_loss_and_folds_other_curves(ran):
+    page = run_page([read_run(ran)])
+    large = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    table = dict(row[:2] for row in run_figures([read_run(ran)]))
+    assert [name for name, _ in large][:2] == ["held-out loss, last", "real tokens per second, median"]
+    assert len(large) == 4
+    for name, text in large:
+        assert table[name] == text.replace("\u00a0", " ")
+    before, _, after = page.partition("<details")
+    assert re.findall("<h2>(.*?)</h2>", before) == ["Loss", "Figures"]
+    assert len(drawn(before)) == 2
+    assert re.findall("<h2>(.*?)</h2>", after)[:2] == ["Speed", "Padding"]
+    assert re.search("<summary>(.*?)</summary>", after)[1].startswith("More curves: Speed, Padding")
+    assert sorted(style for _, style in legend(page)) == sorted(drawn(page))
+
+
+def test_curves_that_hide_each_other_are_both_seen_and_the_largest_difference_is_said(tmp_path):
+    runs = []
+    for name, by in (("a", 0.0), ("same", 0.0), ("near", 0.25), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        rows = [{"step": k, "loss": 9.0 - k + by * (k == 4 or name == "other")} for k in range(1, 9)]
+        runs.append(read_run(write(tmp_path / name, rows)))
+    page = run_page(runs)
+    assert [(label.partition(",")[0], "wide and pale" in label, style) for label, style in legend(page)] == [
+        ("a", False, "k0"),
+        ("same", True, "k1 under"),
+        ("near", True, "k2 under"),
+        ("other", False, "k3"),
+    ]
+    assert title_of(run_page(runs[:2])) == "a beside same: the same losses at 8 common steps"
+    assert title_of(run_page([runs[0], runs[2]])) == "a beside near: losses at most 0.25 apart at 8 common steps"
+    assert [run_figures([runs[0], each])[2][3] for each in runs[1:]] == ["equal", "equal", "+2"]
+    assert "equal" in re.findall("<dd>(.*?)</dd>", run_page(runs[:2]))
 
 
 def write(folder: Path, rows: list, **state) -> Path:

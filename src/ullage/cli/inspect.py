@@ -176,10 +176,10 @@ def _print_table(console: Any, title: str, table: list[list[str]], number: int) 
 
     In a terminal that is too narrow for the columns, the cells of a row stand under its first one.
     """
+    from ullage.core.display import in_columns
+
     headings, *rows = table
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  ".join(c.rjust(w) if h in _RIGHT else c.ljust(w) for h, c, w in zip(headings, row, widths))
-             for row in table]  # fmt: skip
+    lines = in_columns(table, [k for k, heading in enumerate(headings) if heading in _RIGHT])
     if max(map(len, lines)) > console.width:
         lines = []
         for row in rows:
@@ -192,7 +192,7 @@ def _print_table(console: Any, title: str, table: list[list[str]], number: int) 
         lines.append(f"and {number - len(rows):,} more (--all)")
     console.print(title, style="italic")
     for line in lines:
-        console.print(line.rstrip(), markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _group_rows(inventory: Any, limit: int | None) -> list[list[str]]:

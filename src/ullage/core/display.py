@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,11 @@ def memory_size(num_bytes: float) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB" if abs(num_bytes) >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines with their columns below each other."""
+def in_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Rows of cells as lines with their columns below each other, at the right in those of ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    placed = [[c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(r, widths))] for r in rows]
+    return ["  ".join(row).rstrip() for row in placed]
 
 
 class Shown:

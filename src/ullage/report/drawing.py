@@ -85,7 +85,7 @@ class Row(NamedTuple):
 class Series(NamedTuple):
     """Points (step, value) by rising step, with their name and a class of colour.
 
-    As a curve of a picture, its points are those of a polyline; one of a single point has the class ``dot`` too.
+    As a curve of a picture, its points are those of a polyline; one that another would hide has the class ``under``.
     """
 
     label: str
@@ -125,10 +125,8 @@ def chart(
 ) -> Chart | None:
     """The picture of ``series``, on common axes; None if no value is finite.
 
-    Args:
-        series: the curves. Values that are not finite are left out; their steps have their place on the axis.
-        form: of the numbers, in tooltips; by default five digits.
-        cuts: steps at which a vertical line stands.
+    Of values that are not finite only the steps have their place. ``form`` is that of the numbers in tooltips, by
+    default five digits; ``cuts`` are steps at which a vertical line stands.
     """
     finite = [each._replace(points=[p for p in each.points if math.isfinite(p[1])]) for each in series]
     finite = [each for each in finite if each.points]
@@ -146,12 +144,20 @@ def chart(
         return WIDTH * (step - first) / (last - first or 1)
 
     def placed(points: Points) -> str:
-        # The picture's y grows downwards. A line of no length is drawn as a dot, by its round ends.
-        places = [f"{across(x):.1f},{HEIGHT * (high - y) / (high - low):.1f}" for x, y in points]
-        return " ".join(places * 2 if len(places) == 1 else places)
+        # The picture's y grows downwards.
+        return " ".join(f"{across(x):.1f},{HEIGHT * (high - y) / (high - low):.1f}" for x, y in points)
+
+    def style(k: int) -> str:
+        # An earlier curve lies on top. It hides this one where they have the same places at a third of the steps.
+        for above in drawn[:k]:
+            values, unit = dict(above.points), (high - low) / HEIGHT
+            same = sum(abs(y - values.get(x, math.inf)) < unit for x, y in drawn[k].points)
+            if 3 * same >= min(len(values), len(drawn[k].points)):
+                return drawn[k].style + " under"
+        return drawn[k].style
 
     return Chart(
-        [Series(each.label, each.style + " dot" * (len(each.points) == 1), placed(each.points)) for each in drawn],
+        [Series(each.label, style(k), placed(each.points)) for k, each in enumerate(drawn)],
         [(text, 100 * (high - tick) / (high - low)) for text, tick in zip(tick_texts(ticks), ticks)],
         [(f"{step:,}", across(step) * 100 / WIDTH) for step in step_marks(int(first), int(last))],
         int(first),

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ullage.core.display import size
+from ullage.core.display import in_columns, size
 from ullage.planning.planner import arrival_order
 from ullage.report import checkpoint as checkpoints
 from ullage.report.drawing import NUM_COLOURS, Box, Row, render
@@ -70,12 +70,9 @@ def page(value: Any, **facts: Any) -> str:
 
 
 def _text(line: str, drawn: Inline) -> str:
-    table = [list(row) for row in drawn.table]
-    widths = [max(map(len, column)) for column in zip(*table)]
     # The first column is of names, the others are of numbers.
-    lines = ["  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths)))
-             for row in table]  # fmt: skip
-    return "\n".join([line, *(each.rstrip() for each in lines), *([drawn.note] if drawn.note else [])])
+    lines = in_columns(drawn.table, range(1, len(drawn.table[0]) if drawn.table else 1))
+    return "\n".join([line, *lines, *([drawn.note] if drawn.note else [])])
 
 
 def _inline(value: object) -> Inline | None:
@@ -96,10 +93,6 @@ def _memory(plan: Plan, title: str) -> Bars:
     rows = [Row(f"rank {row.label}", row.boxes, row.number, tuple(drawing.cuts)) for row in drawing.rows[:_RANKS]]
     note = f"{len(rows)} of {plan.ranks:,} ranks are shown." if len(rows) < plan.ranks else drawing.shown
     return Bars(title, rows, (("s0", "a cheap sequence"), ("s6", "an expensive one"), ("padding", "empty")), True, note)
-
-
-def _layout(layout: Layout) -> Inline:
-    return Inline([_buffer(layout, "items")] if layout.size else ())
 
 
 def _buffer(layout: Layout, things: str, entries: str = "tokens") -> Bars:
@@ -154,7 +147,7 @@ def _inventory(inventory: Inventory) -> Inline:
 #: By the name of a class, for itself and those made of it: nothing here loads torch.
 _DRAWERS: dict[str, Callable[[Any], Inline]] = {
     "Plan": _plan,
-    "Layout": _layout,
+    "Layout": lambda layout: Inline([_buffer(layout, "items")] if layout.size else ()),
     "RaggedBatch": _batch,
     "Inventory": _inventory,
 }

@@ -168,9 +168,7 @@ def _time_drawing(plan: Plan, shades: _Shades, end: float) -> PlanDrawing:
     ideal = times.ideal * scale if window.microbatches == plan.num_microbatches and end else None
     values = round_numbers(0.0, end / times.ideal) if times.ideal else []  # in ideal steps
     texts = tick_texts(values) if values else []
-    ticks = [
-        Tick(round(100 * v * times.ideal / end, 2), text) for v, text in zip(values, texts) if v * times.ideal <= end
-    ]
+    ticks = [Tick(round(v * times.ideal * scale, 2), t) for v, t in zip(values, texts) if v * times.ideal <= end]
     cuts = [round(cut, 3) for cut in meetings[:-1]]
     return PlanDrawing(rows, cuts, ideal, plan.ranks > 16, window.caption(plan), _numbered([0.0, *meetings]), ticks)
 

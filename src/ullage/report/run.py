@@ -10,22 +10,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ullage.core.display import duration, prefix_of, quantity, rate
 from ullage.core.errors import InputError
-from ullage.report.drawing import NUM_COLOURS, Box, Chart, Row, Series, chart, percent, render, short
+from ullage.report.drawing import NUM_COLOURS, Chart, Series, chart, percent, render, short
 from ullage.training.run import LAYOUTS
 
 STATE = "trainer_state.json"
 #: The page of a run in its folder, and that of a comparison in the folder of the first run.
 PAGE, COMPARISON = "report.html", "comparison.html"
-#: Figures of a single run that stand on top of its page, by their names.
-_TILES = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "padding_computed", "capacity_unused",
-          "imbalance", "mfu", "steps", "restarts")  # fmt: skip
+#: Figures of which the first that there are stand on top of a page, by their names.
+_LARGE = ("last_loss", "eval_loss", "tokens_per_second", "padding_avoided", "mfu", "padding_computed", "imbalance")
 
 Numbers = dict[str, Any]
 
@@ -144,9 +143,12 @@ class RunFigure(NamedTuple):
         ours, theirs = self.value(run), self.value(first)
         if self.kind == "none" or ours is None or theirs is None or not math.isfinite(ours - theirs):
             return ""
+        if ours == theirs:
+            return "equal"
         if self.kind == "ratio":
             return f"{100 * (ours / theirs - 1):+.1f} %" if theirs else ""
-        return f"{100 * (ours - theirs):+.1f} points" if self.kind == "share" else f"{ours - theirs:+.3g}"
+        by = ours - theirs
+        return f"{round(100 * by, 1) + 0.0:+.1f} points" if self.kind == "share" else "+" * (by > 0) + short(by)
 
 
 def _of(name: str, take: Callable[[list[float]], float]) -> Callable[[Run], float | None]:
@@ -162,10 +164,6 @@ def _of(name: str, take: Callable[[list[float]], float]) -> Callable[[Run], floa
 def _warm_median(values: list[float]) -> float:
     """Without the first, in which compilers and caches are waited for."""
     return statistics.median(values[1:] or values)
-
-
-def _closing(name: str) -> Callable[[Run], float | None]:
-    return lambda run: run.closing.get(name)
 
 
 def held_out_loss(run: Run) -> str:
@@ -193,7 +191,7 @@ FIGURES = (
               "ratio"),
     RunFigure("padding computed, mean", "padding_computed", _of("padding_computed", statistics.fmean), percent,
               "share"),
-    RunFigure("padding avoided", "padding_avoided", _closing("padding_avoided"), percent, "share"),
+    RunFigure("padding avoided", "padding_avoided", lambda run: run.closing.get("padding_avoided"), percent, "share"),
     RunFigure("capacity unused, mean", "capacity_unused", _of("capacity_unused", statistics.fmean), percent, "share"),
     RunFigure("imbalance, mean", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
     RunFigure("model FLOPs, median", "flops_per_second", _of("flops_per_second", _warm_median), rate, "ratio"),
@@ -204,8 +202,9 @@ FIGURES = (
               "ratio"),
     RunFigure("restarts", "restarts", lambda run: len(run.spans) - 1 if len(run.spans) > 1 else None, _whole),
     RunFigure("checkpoints there", "num_checkpoints", lambda run: len(run.checkpoints), _whole),
-    RunFigure("sequences dropped", "dropped_sequences", _closing("total_dropped_sequences"), _whole),
-    RunFigure("sequences truncated", "truncated_sequences", _closing("total_truncated_sequences"), _whole),
+    RunFigure("sequences dropped", "dropped_sequences", lambda run: run.closing.get("total_dropped_sequences"), _whole),
+    RunFigure("sequences truncated", "truncated_sequences",
+              lambda run: run.closing.get("total_truncated_sequences"), _whole),
 )  # fmt: skip
 
 
@@ -213,9 +212,7 @@ def run_figures(runs: Sequence[Run]) -> list[list[str]]:
     """The table as text: a row per figure that any run has: its title, then each run's, then, for each run after the
     first, its difference from the first.
     """
-    told = [
-        [each.title, *map(each.text_of, runs), *(each.difference(run, runs[0]) for run in runs[1:])] for each in FIGURES
-    ]
+    told = [[f.title, *map(f.text_of, runs), *(f.difference(run, runs[0]) for run in runs[1:])] for f in FIGURES]
     return [row for row in told if any(row[1:])]
 
 
@@ -252,28 +249,35 @@ class Picture(NamedTuple):
 
 def run_page(runs: Sequence[Run]) -> str:
     """The first of ``runs`` as one HTML page without script or network; the others are drawn over it."""
-    run, names = runs[0], short_names(runs)
-    layouts = dict.fromkeys(span.layout for span in run.spans)
-    colours = {layout: f"c{k % NUM_COLOURS}" for k, layout in enumerate(layouts)}
-    return render(
-        "run.html",
-        run=run,
-        names=names,
-        tiles=[(f.title, f.text_of(run)) for name in _TILES for f in FIGURES if f.name == name and f.text_of(run)],
-        pictures=list(_pictures(runs, names)),
-        table=run_figures(runs),
-        life=Row("steps", tuple(_life(run, colours)), f"{run.max_steps or run.step:,}") if len(run.spans) > 1 else None,
-        legend=[(colour, layout) for layout, colour in colours.items()],
-    )
+    names = short_names(runs)
+    pictures, large = list(_pictures(runs, names)), list(_large(runs, names))[:4]
+    values = {"title": _claim(runs, names), "large": large, "pictures": pictures, "table": run_figures(runs)}
+    return render("run.html", runs=runs, names=names, **values)
 
 
-def _life(run: Run, colours: Mapping[str, str]) -> Iterator[Box]:
-    """The steps of a run: a segment for each process, in the colour of its layout."""
-    scale = 100 / max(run.max_steps or 0, run.spans[-1].stop, 1)
-    for layout, start, stop in run.spans:
-        if stop > start:
-            title = f"{layout}: steps {start + 1:,} to {stop:,}"
-            yield Box(start * scale, (stop - start) * scale, colours[layout], title)
+def _claim(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """The title: of one run its losses at both ends, of several how far their losses are apart."""
+    losses = [{step: loss for step, loss in run.values("loss") if math.isfinite(loss)} for run in runs]
+    if len(runs) == 1:
+        ends = " to ".join(short(loss) for loss in (*losses[0].values(),)[:: max(1, len(losses[0]) - 1)])
+        return f"{names[0]}: loss {ends} in {quantity(runs[0].step, 'step')}" if len(losses[0]) > 1 else names[0]
+    common = sorted(set[int].intersection(*map(set, losses)))
+    title = f"{names[0]} beside {', '.join(names[1:])}"
+    apart = max((max(at) - min(at) for at in ([of[step] for of in losses] for step in common)), default=0.0)
+    said = f"losses at most {short(apart, 2)} apart" if apart else "the same losses"
+    return f"{title}: {said} at {quantity(len(common), 'common step')}" if common else title
+
+
+def _large(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Figures of one run, or by how much those of a second one differ, each with what it is."""
+    figures = {each.name: each for each in FIGURES}
+    for figure in (figures[name] for name in _LARGE if name != "last_loss" or len(runs) > 1):  # it stands in the title
+        texts = [figure.text_of(run) for run in runs]
+        if len(runs) == 1 and texts[0]:
+            yield texts[0], figure.title
+        elif len(runs) == 2 and all(texts):
+            said = f"{figure.title}: {names[1]} {texts[1]}, {names[0]} {texts[0]}"
+            yield figure.difference(runs[1], runs[0]), said
 
 
 def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
@@ -283,17 +287,12 @@ def _pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
         # A line stands where a process began.
         made = chart(series, form, [span.start for span in runs[0].spans[1:]])
         lost = "; ".join(filter(None, map(_not_finite, series)))
-        # A single step makes no curve, nor does what is the same all the time: the table has them.
-        if made is not None and (made.first == made.last or (title != "Loss" and all(map(_is_constant, series)))):
+        # A single step makes no curve, nor does what is the same all the time in six digits: the table has them.
+        constant = all(len({short(v, 6) for _, v in each.points if math.isfinite(v)}) < 2 for each in series)
+        if made is not None and (made.first == made.last or (title != "Loss" and constant)):
             continue
         if made is not None or lost:
             yield Picture(title, note, made, lost)
-
-
-def _is_constant(series: Series) -> bool:
-    """Whether all values of a curve are the same, within the digits that anybody reads."""
-    values = [value for _, value in series.points if math.isfinite(value)]
-    return not values or max(values) - min(values) <= 1e-6 * max(map(abs, values))
 
 
 def _not_finite(series: Series) -> str:
@@ -317,11 +316,9 @@ def _series(drawn: _Drawn, runs: Sequence[Run], names: Sequence[str]) -> Iterato
 
 def _all_drawn(runs: Sequence[Run]) -> list[_Drawn]:
     losses = [("loss", "training"), (held_out_loss(runs[0]), "held out")]
-    shares = [("padding_computed", "padding computed"), ("capacity_unused", "capacity unused")]
+    shares = [("padding_computed", "padding among what the model was given"),
+              ("capacity_unused", "slots of microbatches without a token")]  # fmt: skip
     speed = "Real tokens over all ranks per second, between two logs; evaluating and saving count in their interval."
-    padding = (
-        "Per cent. Computed: padding among what the model was given. Unused: slots of microbatches without a token."
-    )
     work = "The work of the busiest rank over the mean; 1 is the ideal."
     if any(run.values("mfu") for run in runs):
         note = "Per cent of the FLOP/s that the devices could do."
@@ -334,7 +331,7 @@ def _all_drawn(runs: Sequence[Run]) -> list[_Drawn]:
     return [
         ("Loss", "", losses, "{:.5g}".format, 1.0),
         ("Speed", speed, [("tokens_per_second", "tokens per second")], _whole, 1.0),
-        ("Padding", padding, shares, "{:.2f} %".format, 100.0),
+        ("Padding", "Per cent.", shares, "{:.2f} %".format, 100.0),
         ("Imbalance", work, [("imbalance", "imbalance")], "{:.4f}".format, 1.0),
         flops,
         ("Learning rate", "", [("learning_rate", "learning rate")], lambda value: short(value, 4), 1.0),
