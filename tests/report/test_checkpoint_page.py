@@ -60,6 +60,15 @@ def test_a_padding_of_1024_over_three_shards_can_be_seen_on_a_page_that_stands_a
     assert len(text) < 200_000
 
 
+@pytest.mark.parametrize(("lengths", "padded"), [([4, 4], False), ([4, 3], True)])
+def test_the_legend_has_padding_only_where_some_is_drawn(lengths: list[int], padded: bool) -> None:
+    text = page(group(lengths, 2))
+    assert ('class="padding"' in text) == padded
+    assert ("</svg>padding</li>" in text) == padded
+    assert ("in 1 shard<" in text) == padded
+    assert "At a line a shard ends." in text
+
+
 def test_names_are_escaped_problems_said_and_tensors_listed() -> None:
     text = page(group([5], 1, ["<b>&.weight"]), problems=(Problem("a shard is missing", rank=3),))
     assert "<b>" not in text

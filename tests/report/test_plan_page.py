@@ -66,6 +66,14 @@ def test_large_plans_make_pages_of_bounded_size(n, ranks, limit):
     assert f'aria-label="rank {busiest}: ' in page
 
 
+@pytest.mark.parametrize(("ranks", "waits"), [(1, False), (8, True)])
+def test_the_legend_has_waiting_only_where_a_rank_waits(ranks, waits):
+    page = page_of("chat", 64, ranks)
+    assert ('class="wait" x=' in page.replace('<rect class="wait" width="16"', "")) == waits
+    assert ("</svg>waiting</span>" in page) == waits
+    assert "</svg>ullage</span>" in page
+
+
 def test_the_reference_stands_beside_on_the_same_axis():
     plan, other = planned("chat", 300, 6), planned("chat", 300, 6, strategy="next_fit")
     bars = bars_of(plan_page(plan, reference=other))

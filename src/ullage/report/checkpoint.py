@@ -32,7 +32,7 @@ _CUTS = 48
 class GroupDrawing(NamedTuple):
     """One group: a sentence about it, its buffer end to end, and its shards.
 
-    ``legend``: classes and names of as many parameters as there are colours, with their numbers, and of the padding.
+    ``legend``: classes and names of as many parameters as there are colours, with their numbers, and of padding.
     ``unnamed``: how many parameters come after those, in the same colours again.
     """
 
@@ -109,7 +109,7 @@ def draw(group: Group) -> GroupDrawing:
         sentence,
         _whole(group) if end_to_end else None,
         tuple(_shard_rows(group, padding)),
-        (*named, ("padding", "padding")),
+        (*named, *[("padding", "padding")] * bool(group.padding)),
         max(0, len(group.names) - _STYLES),
     )
 
