@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+
+from ullage.core.errors import InputError, UllageError, first_line, root_cause
 
 #: Lines of a list that are printed without ``--all``.
 SHOWN = 20
@@ -95,3 +98,35 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     Console(highlight=False).print(table, crop=False)
+
+
+#: Arguments of others, as patterns -> what does that here.
+HINTS = {
+    "(n|num_?)?(gpus?|proc\\w*)": "start N processes by torchrun --nproc_per_node N -m ullage train ...",
+    "device|cuda|cpu": "--use_cpu, or CUDA_VISIBLE_DEVICES=0 before the command; a GPU is taken where there is one",
+    "wandb\\w*|tensorboard": "--report_to wandb, or another tracker",
+    "attn\\w*|flash\\w*": "packed runs choose it; in Python: from_pretrained(..., attn_implementation=...)",
+    "(use_)?(lora|peft)\\w*": "ullage trl sft --use_peft trains an adapter",
+    "(num|hidden|n)_(\\w+_)?(layers?|size)": "--model llama-64x2 is a new model, hidden size 64, 2 layers",
+    "pack(ing)?": "--packing_capacity N packs",
+    "precision|dtype": "--bf16 or --fp16",
+    "context_length|seq\\w*|max_tokens": "--max_length N cuts sequences",
+    "resume": "the same command goes on; --resume_from_checkpoint FOLDER from elsewhere",
+    "log(ging)?_dir": "--output_dir FOLDER holds the logs",
+}
+
+
+def hint_for(name: str) -> str | None:
+    """What does here what an argument of others does; None where nobody has asked."""
+    return next((HINTS[kind] for kind in HINTS if re.fullmatch(kind, name)), None)
+
+
+@contextlib.contextmanager
+def refused_by_library(where: str) -> Iterator[None]:
+    """Pass a library's refusal to load something on in one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UllageError):
+            raise
+        raise InputError("the run cannot begin", where=where, found=first_line(root_cause(error))) from error

@@ -20,8 +20,7 @@ def report(
         list[Path] | None, typer.Argument(metavar="[OTHER]...", help="Other runs, drawn over it and compared with it.")
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option(help="The page. Default: report.html in RUN, comparison.html with others."),
+        Path | None, typer.Option(help="The page. Default: report.html in RUN, comparison.html with others.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -35,6 +35,7 @@ import transformers
 import typer
 from transformers import AutoTokenizer, HfArgumentParser
 
+from ullage.cli.options import hint_for, refused_by_library
 from ullage.cli.report import report as show_report
 from ullage.cli.trl import read_recipe, underscored
 from ullage.core.errors import InputError, UllageError, UsageError, first_line, listed, root_cause
@@ -63,20 +64,6 @@ FREE = re.compile(
 #: Settings of DeepSpeed that transformers fills in.
 FILLED_IN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 KINDS = f"{', '.join(CELLS)}, llama, any type"
-#: Arguments of others, as patterns -> what does that here.
-HINTS = {
-    "(n|num_?)?(gpus?|proc\\w*)": "start N processes by torchrun --nproc_per_node N -m ullage train ...",
-    "device|cuda|cpu": "--use_cpu, or CUDA_VISIBLE_DEVICES=0 before the command; a GPU is taken where there is one",
-    "wandb\\w*|tensorboard": "--report_to wandb, or another tracker",
-    "attn\\w*|flash\\w*": "packed runs choose it; in Python: from_pretrained(..., attn_implementation=...)",
-    "(use_)?(lora|peft)\\w*": "ullage trl sft --use_peft trains an adapter",
-    "(num|hidden|n)_(\\w+_)?(layers?|size)": "--model llama-64x2 is a new model, hidden size 64, 2 layers",
-    "pack(ing)?": "--packing_capacity N packs",
-    "precision|dtype": "--bf16 or --fp16",
-    "context_length|seq\\w*|max_tokens": "--max_length N cuts sequences",
-    "resume": "the same command goes on; --resume_from_checkpoint FOLDER from elsewhere",
-    "log(ging)?_dir": "--output_dir FOLDER holds the logs",
-}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -162,9 +149,9 @@ class Parser(HfArgumentParser):
         given, rest = self.parse_known_args(underscored(argv), Namespace(**{each.dest: self for each in self._actions}))
         if rest:
             word = rest[0].partition("=")[0]
-            bare = word.lstrip("-")
-            hint = next((HINTS[kind] for kind in HINTS if re.fullmatch(kind, bare)), None) or near(bare, names)
-            hint = hint or "ullage train --help-all lists all of them"
+            hint = (
+                hint_for(bare := word.lstrip("-")) or near(bare, names) or "ullage train --help-all lists all of them"
+            )
             value = f"a value follows the name of its argument: --data {word}"
             raise UsageError(f"unknown argument {word}", where=where, hint=hint if word.startswith("-") else value)
         found = {name: value for name, value in vars(given).items() if value is not self}
@@ -337,12 +324,8 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     elif data.held_out and parts[0]:
         parts = [*split_held_out(parts[0], data.held_out)]
     transformers.set_seed(args.seed)
-    try:
+    with refused_by_library(sizes.model):
         model, tokenizer = model_and_tokenizer(sizes, data.tokenizer, revisions)
-    except (OSError, ValueError) as error:  # transformers' own, of a model or tokenizer that it cannot load
-        if isinstance(error, UllageError):
-            raise
-        raise InputError("the run cannot begin", where=sizes.model, found=first_line(root_cause(error))) from error
     sets = datasets_of(data, model, tokenizer, parts, args.seed)
     count, step = num_parameters(model), record["batch"][2]
     tell(f"{type(model).__name__}: {count:,} parameters; {len(tokenizer):,} tokens; a step: {step:,} sequences")

@@ -216,12 +216,7 @@ class Schema:
         return total
 
     def blocks(
-        self,
-        buffer: Tensor,
-        start: int,
-        num_sequences: int,
-        num_tokens: int,
-        elements: Mapping[str, int] = NO_ITEMS,
+        self, buffer: Tensor, start: int, num_sequences: int, num_tokens: int, elements: Mapping[str, int] = NO_ITEMS
     ) -> dict[str, Tensor]:
         """The typed views of every field in the ``buffer`` of bytes from ``start``; flat ones of fields by item."""
         # Field by field from ``start``, each on an aligned boundary: both ends of a transfer walk this order.
@@ -251,10 +246,7 @@ class Schema:
         )
 
     def pack(
-        self,
-        values: Mapping[str, Sequence[Tensor]],
-        layouts: Sequence[Layout],
-        device: torch.device | None = None,
+        self, values: Mapping[str, Sequence[Tensor]], layouts: Sequence[Layout], device: torch.device | None = None
     ) -> list[dict[str, Tensor]]:
         """The flat tensors of each layout, by name; one copy, and nothing is shared with ``values``.
 
@@ -473,10 +465,7 @@ class Columns:
 
 
 def sample_value(
-    samples: Sequence[Mapping[str, Any]],
-    i: int,
-    name: str,
-    where: Callable[[int], str] = lambda i: f"sample {i}",
+    samples: Sequence[Mapping[str, Any]], i: int, name: str, where: Callable[[int], str] = lambda i: f"sample {i}"
 ) -> Tensor:
     """The value of a field of sample ``i`` as a tensor that shares its memory where it can.
 
@@ -649,10 +638,7 @@ def _lengths(schema: Schema, values: Mapping[str, list[Tensor]], where: Callable
     names = [field.name for field in schema.fields if not (field.per_sequence or field.per_item)]
     if not names:
         raise InputError(
-            "no field is token-aligned",
-            where=where(0),
-            expected="at least one array or list",
-            found=list(schema.names),
+            "no field is token-aligned", where=where(0), expected="at least one array or list", found=list(schema.names)
         )
     lengths = np.array([value.shape[0] for value in values[names[0]]], np.int64)
     for name in names[1:]:

@@ -37,11 +37,7 @@ def _move(value: Any, **how: Any) -> Any:
 
 
 def to_device(
-    value: T,
-    device: torch.device | str | int,
-    *,
-    non_blocking: bool = False,
-    float_dtype: torch.dtype | None = None,
+    value: T, device: torch.device | str | int, *, non_blocking: bool = False, float_dtype: torch.dtype | None = None
 ) -> T:
     """``value`` with its tensors on ``device``; the argument itself is never changed.
 

@@ -257,10 +257,7 @@ def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: i
         raise InputError("a sample is empty", where=f"sample {index}", expected="at least one token", found="length 0")
     if labels is not None and len(labels) != len(ids):
         raise InputError(
-            "labels and tokens disagree",
-            where=f"sample {index}",
-            expected=f"{len(ids)} labels",
-            found=len(labels),
+            "labels and tokens disagree", where=f"sample {index}", expected=f"{len(ids)} labels", found=len(labels)
         )
 
 

@@ -309,7 +309,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "trl_async": {
         "trl.experimental.async_distillation.async_distillation_trainer._balance_by_squared_length": (
             balance_by_squared_length
-        ),
+        )
     },
 }
 #: What a version of its framework may lack.

@@ -229,12 +229,7 @@ def _check(plan: Plan, columns: Columns, axis: Axis, gathered: Lengths) -> None:
 
 
 def _agree(
-    digest: str,
-    schema: Schema,
-    shapes: Mapping[str, Int64],
-    failure: Exception | None,
-    axis: Axis,
-    gathered: Lengths,
+    digest: str, schema: Schema, shapes: Mapping[str, Int64], failure: Exception | None, axis: Axis, gathered: Lengths
 ) -> tuple[list[Schema], dict[str, Int64]]:
     """The header: the schema of each rank and the shapes of items, or an error on every rank."""
     fields = schema.to_list()

@@ -275,14 +275,7 @@ class Search(Watch):
             self.is_quiet = False
 
     def _parted(
-        self,
-        path: str,
-        number: int,
-        given: Any,
-        shared: frozenset[str],
-        *,
-        kind: str = "alike",
-        padding: float = 0.0,
+        self, path: str, number: int, given: Any, shared: frozenset[str], *, kind: str = "alike", padding: float = 0.0
     ) -> Any:
         """What a module gives by lengths; None where that is not right either."""
         self.is_quiet, restarts = True, set(self.found.restarts)

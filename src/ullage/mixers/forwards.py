@@ -51,15 +51,7 @@ from ullage.mixers.ways import COUNTED_FROM_ONE, Found, Way
 
 #: Keywords that a part gets from a packed call and not from one on separate sequences: lengths, masks and caches.
 _NOT_OF_PARTS = frozenset(
-    {
-        *LENGTH_NAMES,
-        *TARGET_LENGTH_NAMES,
-        *CACHE_NAMES,
-        "attention_mask",
-        "context_slices",
-        "cu_seqlens",
-        "mask",
-    }
+    {*LENGTH_NAMES, *TARGET_LENGTH_NAMES, *CACHE_NAMES, "attention_mask", "context_slices", "cu_seqlens", "mask"}
     | {"seq_idx"}
 )
 

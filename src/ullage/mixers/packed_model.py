@@ -22,14 +22,7 @@ from transformers import PreTrainedModel
 
 from ullage.attention.heads import package_of_forward, spans_sequences
 from ullage.attention.interface import CALLS
-from ullage.attention.support import (
-    PADDING_FREE,
-    configs_of,
-    is_sharded,
-    names_lengths,
-    remember_packable,
-    row_limits,
-)
+from ullage.attention.support import PADDING_FREE, configs_of, is_sharded, names_lengths, remember_packable, row_limits
 from ullage.core.display import in_columns
 from ullage.core.errors import InputError
 from ullage.mixers.by_lengths import SIDES

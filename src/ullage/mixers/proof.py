@@ -315,12 +315,7 @@ def _difference_of_repeats(first: CallOutcome, again: CallOutcome) -> tuple[floa
 
 
 def _compare(
-    proof: Proof,
-    trial: Trial,
-    alone: Sequence[CallOutcome],
-    packed: CallOutcome,
-    limits: Limits,
-    has_ties: bool,
+    proof: Proof, trial: Trial, alone: Sequence[CallOutcome], packed: CallOutcome, limits: Limits, has_ties: bool
 ) -> Iterator[TrialDifference]:
     """All comparisons of a row with its sequences; what cannot be compared is noted.
 

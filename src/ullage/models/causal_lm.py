@@ -86,10 +86,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, RecurrentGenerationMixin):
             predicts = not self.training and labels is None and inputs.cu_seq_lens_q is None
             use_cache = self.config.use_cache and predicts
         sequences, outputs = self.run_backbone(
-            inputs,
-            cache=cache,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
+            inputs, cache=cache, use_cache=use_cache, output_hidden_states=output_hidden_states
         )
         state = getattr(outputs, CACHE)
         if isinstance(state, RecurrentState):

@@ -110,10 +110,7 @@ class RecurrentForSequenceClassification(RecurrentPreTrainedModel):
         Waits for the device and raises ``InputError`` as :meth:`RecurrentModel.forward`.
         """
         sequences, outputs = self.run_backbone(
-            inputs,
-            cache=cache,
-            use_cache=bool(use_cache),
-            output_hidden_states=output_hidden_states,
+            inputs, cache=cache, use_cache=bool(use_cache), output_hidden_states=output_hidden_states
         )
         pooled = self.pooling(cast(Tensor, outputs.last_hidden_state)[0], sequences)
         logits = self.score(self.dropout(pooled))
@@ -171,10 +168,7 @@ class RecurrentForTokenClassification(RecurrentPreTrainedModel):
         :meth:`RecurrentModel.forward`.
         """
         sequences, outputs = self.run_backbone(
-            inputs,
-            cache=cache,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
+            inputs, cache=cache, use_cache=False, output_hidden_states=output_hidden_states
         )
         logits = self.score(self.dropout(cast(Tensor, outputs.last_hidden_state)[0]))
         loss = None

@@ -384,9 +384,7 @@ class RecurrentEncoderDecoder(RecurrentPreTrainedModel, RecurrentGenerationMixin
         num_sources = memory.hidden.shape[0] if memory.sequences is None else memory.sequences.num_sequences
         if num_sources != targets.sequences.num_sequences:
             raise InputError(
-                "sources and targets disagree",
-                expected=f"{num_sources} targets",
-                found=targets.sequences.num_sequences,
+                "sources and targets disagree", expected=f"{num_sources} targets", found=targets.sequences.num_sequences
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None

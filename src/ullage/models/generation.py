@@ -103,10 +103,7 @@ class RecurrentGenerationMixin(_Base):
                 return kwargs
         # All others are flattened and padded again: a decoder's prompts on the left, for tokens are added on the right.
         sequences = Sequences.read(
-            rows,
-            attention_mask=mask,
-            input_lengths=described["input_lengths"],
-            cu_seq_lens=described["cu_seq_lens_q"],
+            rows, attention_mask=mask, input_lengths=described["input_lengths"], cu_seq_lens=described["cu_seq_lens_q"]
         )
         batch = RaggedBatch({name: sequences.flatten(rows)}, Layout(sequences.host_lengths))
         padded = batch.to_padded(padding_value=self._special_token("pad_token_id", kwargs) or 0, side=side)

@@ -196,14 +196,7 @@ class Topology:
 
     @classmethod
     def from_device_mesh(
-        cls,
-        mesh: DeviceMesh,
-        *,
-        dp: str = "dp",
-        cp: str = "cp",
-        tp: str = "tp",
-        pp: str = "pp",
-        owners: str = "every",
+        cls, mesh: DeviceMesh, *, dp: str = "dp", cp: str = "cp", tp: str = "tp", pp: str = "pp", owners: str = "every"
     ) -> Topology:
         """The topology of a device mesh, its ranks in any order.
 

@@ -421,11 +421,7 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         return self._steps.without_nan(model, loss)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The model's loss; a mean of its own is weighed by its share of the step's labels."""
         padded = self._packer.padded_loss

@@ -426,13 +426,7 @@ _TRAINERS = {
     ),
     "trl.trainer.reward_trainer.RewardTrainer": _TrainerFacts(
         "sequence_mean",
-        {
-            "min_reward": "min",
-            "mean_reward": "sequences",
-            "max_reward": "max",
-            "accuracy": "pairs",
-            "margin": "pairs",
-        },
+        {"min_reward": "min", "mean_reward": "sequences", "max_reward": "max", "accuracy": "pairs", "margin": "pairs"},
         PairLoss,
     ),
 }

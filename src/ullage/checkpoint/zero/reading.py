@@ -294,10 +294,7 @@ def _first(folder: Folder) -> ShardFile:
     found = str(folder.problems[0]) if folder.problems else None
     if not folder.shards:
         raise CheckpointError(
-            "the folder holds no readable ZeRO shard",
-            where=str(folder.path),
-            expected="*_optim_states.pt",
-            found=found,
+            "the folder holds no readable ZeRO shard", where=str(folder.path), expected="*_optim_states.pt", found=found
         )
     if not any(dp_rank == 0 for _, dp_rank in folder.models):
         raise CheckpointError(

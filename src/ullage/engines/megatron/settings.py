@@ -62,7 +62,7 @@ WITHOUT_EFFECT = frozenset(
 #: Fields that must have their default -> what to set in their place.
 REFUSED: dict[str, str] = {
     "hybrid_context_parallel": "one microbatch has one context-parallel degree here: leave it off and set "
-    "sequence_packing_scheduler to 'default_dynamic_cp'",
+    "sequence_packing_scheduler to 'default_dynamic_cp'"
 }
 
 

@@ -17,17 +17,7 @@ import numpy as np
 
 from ullage.core.layout import Int64
 from ullage.planning.solver.compiled import compiled_from, kernel
-from ullage.planning.solver.items import (
-    Bitset,
-    Items,
-    Room,
-    Table,
-    add,
-    empty_set,
-    falling_order,
-    next_member,
-    remove,
-)
+from ullage.planning.solver.items import Bitset, Items, Room, Table, add, empty_set, falling_order, next_member, remove
 
 #: Sizes above this are packed in coarser units, rounded up, so that memory does not grow with the capacity.
 _FINEST = 1 << 22

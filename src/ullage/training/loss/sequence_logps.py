@@ -47,11 +47,7 @@ class SequenceLogps:
 
 
 def sequence_logps(
-    model: nn.Module,
-    inputs: RaggedBatch | Mapping[str, Any],
-    labels: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
+    model: nn.Module, inputs: RaggedBatch | Mapping[str, Any], labels: Tensor | None = None, *, temperature: float = 1.0
 ) -> SequenceLogps:
     """The log-probabilities that a causal language model gives to the sequences of a packed row.
 

@@ -276,12 +276,7 @@ def may_hold_padding(dataset: Any, lengths: Int64) -> bool:
 
 
 def packing_advice(
-    lengths: Int64,
-    batch_size: int,
-    *,
-    packed: bool,
-    pads: bool,
-    option: str | None = "packing_capacity={}",
+    lengths: Int64, batch_size: int, *, packed: bool, pads: bool, option: str | None = "packing_capacity={}"
 ) -> tuple[str, bool]:
     """A line on what packing brings or would bring: it saves the padding; and whether it costs much to miss it.
 

@@ -402,10 +402,7 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("MI210",), 181e12),
 )
 #: Devices that have float16 alone.
-_FLOAT16_ONLY: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("V100", "SXM2"), 125e12),
-    (("V100", "PCIE"), 112e12),
-)
+_FLOAT16_ONLY: tuple[tuple[tuple[str, ...], float], ...] = ((("V100", "SXM2"), 125e12), (("V100", "PCIE"), 112e12))
 
 
 def published_peak(device_name: str, *, bf16: bool, fp16: bool) -> float | None:
