@@ -22,7 +22,7 @@ MARK = "<!-- Everything below is written by docs/site/list_options.py. -->\n"
 def written() -> str:
     """The page with its options as they are now."""
     kept = PAGE.read_text(encoding="utf-8").partition(MARK)[0].rstrip()
-    return "\n\n".join([kept, MARK.rstrip(), *(part for verb in VERBS for part in _verb(verb))]) + "\n"
+    return "\n\n".join([kept, MARK.rstrip(), *(part for verb in VERBS for part in _verb(verb) if part)]) + "\n"
 
 
 def _verb(verb: str) -> list[str]:
