@@ -128,7 +128,8 @@ def page_of(root: Path, stops: list[int], model: str) -> tuple[str, str]:
     styles = files("ullage.report") / "templates"
     palettes = {name: (styles / f"palette_{name}.css").read_text() for name in ("light", "dark")}
     values = {"claim": claim, "packed": f"{speeds[0]:,.0f}", "padded": f"{speeds[1]:,.0f}", "waste": f"{waste:.0%}"}
-    values |= {"apart": short(apart), "model": model, "picture": f"{grid}{lines}{strips}", "labels": labels}
+    values |= {"both": f"{both[0]} to {both[-1]}", "apart": short(apart)}
+    values |= {"model": model, "picture": f"{grid}{lines}{strips}", "labels": labels}
     values["numbers"] = "".join(f'<span style="top:{y:.2f}%">{text}</span>' for text, y in drawn.numbers)
     values["marks"] = "".join(f'<span style="left:{x:.2f}%">{text}</span>' for text, x in drawn.marks)
     values["rings"] = "".join(f'<i style="left:{x:.2f}%;top:{y:.2f}%"></i>' for x, y in rings)
@@ -170,12 +171,12 @@ td:first-child, th:first-child { text-align: left; padding-left: 0 } p { margin:
   th, td:first-child { white-space: normal } .wide { display: none } td:nth-child(5) { display: none } .plot { height: 200px }
   .labels { font-size: 10.5px } .labels b { width: 7px; height: 7px; margin-right: 3px } }
 </style></head><body><main><h1>$claim</h1>
-<dl><div><dt>$packed</dt><dd>real tokens per second packed; $padded padded, on two processes over the same steps</dd></div>
+<dl><div><dt>$packed</dt><dd>real tokens per second packed (the uninterrupted run); $padded padded; on two processes, steps $both</dd></div>
 <div><dt>$waste</dt><dd>of what the padded run computes is padding; the packed run computes none</dd></div>
 <div><dt>≤ $apart</dt><dd>between the losses: padded, packed, and packed with three changes of layout</dd></div></dl>
 <figure><div class="labels">$labels</div><div class="numbers">$numbers</div><div class="plot"><svg viewBox="0 0 600 220"
 preserveAspectRatio="none" role="img" aria-label="loss by step">$picture</svg>$rings</div><div class="marks">$marks</div></figure>
-<table><tr><th>the run, on</th><th>steps</th><th>tokens per second</th><th>loss at its first step</th><th class="wide">
+<table><tr><th>the run, on</th><th>steps</th><th>tokens per second, median</th><th>loss at its first step</th><th class="wide">
 uninterrupted</th><th>most apart</th></tr>$rows</table>
 <p>Loss by step. Coloured: the run, stopped at each dotted line and continued on another layout; its first checkpoint is also
 converted and compared byte by byte. Pale band: the uninterrupted run. Rings: the padded run on the same sequences. Model $model on Python's docstrings.</p></main></body></html>

@@ -16,14 +16,14 @@ import ullage
 from ullage.datasets import WORKLOADS, byte_tokenizer, docstrings, tokenize
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
-WIDTH = 640
+WIDTH = 480  # narrow: at 360 pixels, a phone's, the letters are still 11 high
 
-_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" class="idea" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{id}">
+_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" class="idea" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{id}">
 <title id="{id}">{title}</title>
 <style>
-svg.idea {{ color: #2b2420; font: 14px system-ui, sans-serif; }}
+svg.idea {{ color: #2b2420; font: 15px system-ui, sans-serif; }}
 @media (prefers-color-scheme: dark) {{ svg.idea {{ color: #e8e0d8; }} }}
-svg.idea text {{ fill: currentColor; }} svg.idea .row {{ font-size: 12.5px; opacity: 0.8; }}
+svg.idea text {{ fill: currentColor; }} svg.idea .row {{ font-size: 14px; opacity: 0.8; }}
 svg.idea .p0 {{ fill: #b5651d; }} svg.idea .p1 {{ fill: #d98f45; }} svg.idea .p2 {{ fill: #4a7f50; }} svg.idea .p3 {{ fill: #3f6ea8; }}
 svg.idea .waste {{ fill: url(#{id}-hatch); }} svg.idea .{id}-line {{ stroke: currentColor; stroke-width: 1; opacity: 0.45; }}
 svg.idea .end {{ stroke: currentColor; stroke-width: 1.5; stroke-dasharray: 4 3; }}
@@ -61,7 +61,7 @@ def padded_packed() -> str:
             _box("waste", length * scale, y, (longest - length) * scale, row),
         ]
     below = 26 + len(lengths) * (row + gap) + 24
-    parts.append(_text(f"packed: {total:,} slots, one row (folded here), and no sequence sees another", 0, below))
+    parts.append(_text(f"packed: {total:,} slots, one row (folded here), no padding", 0, below))
     # The same scale, so that a row's width can be compared; the row goes on in a second line.
     x, y = 0.0, below + 11
     for k, length in enumerate(lengths):
@@ -80,39 +80,36 @@ def plan_of_a_step() -> str:
     """Ranks against time: what each waits for, in arrival order and as planned."""
     lengths, ranks, capacity = WORKLOADS["chat"](512, 0), 8, 32768
     plans = [ullage.plan(lengths, ranks=ranks, capacity=capacity, strategy=name) for name in ("next_fit", "balanced")]
-    half, row, gap, top = (WIDTH - 30) / 2, 14, 3, 48
+    row, gap, high = 13, 3, 184
     most = plans[0].statistics().critical_path
-    parts = []
+    parts = [_text("a row is a rank, a colour a microbatch; hatched: waiting", 0, 15, "row")]
     for k, (plan, name) in enumerate(zip(plans, ("in arrival order", "planned"))):
-        left, path = k * (half + 30), plan.statistics().critical_path
+        top, path = k * high + 52, plan.statistics().critical_path
         work = np.array(
             [[plan.costs[plan.members(m, rank)].sum() for rank in range(ranks)] for m in range(plan.num_microbatches)],
             dtype=np.float64,
         )
         ideal = work.sum() / ranks
-        scale = half / ideal / most
-        parts += [
-            _text(f"{name}: {path:.2f} times the ideal time", left, 16),
-            _text("a row is a rank; hatched: waiting", left, 36, "row"),
-        ]
+        scale = WIDTH / ideal / most
+        parts.append(_text(f"{name}: {path:.2f} times the ideal time", 0, top - 10))
         for rank in range(ranks):
             start, y = 0.0, top + rank * (row + gap)
             for m in range(plan.num_microbatches):
                 slowest = work[m].max()
                 parts += [
-                    _box(f"p{(0, 3, 2)[m % 3]}", left + start * scale, y, work[m, rank] * scale, row),
-                    _box("waste", left + (start + work[m, rank]) * scale, y, (slowest - work[m, rank]) * scale, row),
+                    _box(f"p{(0, 3, 2)[m % 3]}", start * scale, y, work[m, rank] * scale, row),
+                    _box("waste", (start + work[m, rank]) * scale, y, (slowest - work[m, rank]) * scale, row),
                 ]
                 start += slowest
-        x, bottom = left + ideal * scale, top + ranks * (row + gap)
+        x, bottom = ideal * scale, top + ranks * (row + gap)
         parts += [
             f'<line class="end" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{bottom}"/>',
-            _text("ideal end", x, bottom + 15, "row", "middle"),
+            _text("ideal end", x, bottom + 14, "row", "middle"),
         ]
     title = (
         f"A step of 512 chats on 8 ranks: {most:.2f} times the ideal time in arrival order, {path:.2f} times planned"
     )
-    return _svg("plan", title, top + ranks * (row + gap) + 22, parts)
+    return _svg("plan", title, bottom + 20, parts)
 
 
 DRAWINGS = {"padded_packed.svg": padded_packed, "plan.svg": plan_of_a_step}

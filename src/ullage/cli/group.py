@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -15,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ullage.cli.interruption import STATUS, becomes_exception, say
 from ullage.cli.verbs import VERBS
-from ullage.core.errors import UllageError
+from ullage.core.errors import UllageError, UsageError
 from ullage.core.extras import needed_by
 
 
@@ -39,6 +40,9 @@ class _LazyGroup(TyperGroup):
             raise typer.Exit(STATUS) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in VERBS and not get_close_matches(args[0], VERBS):
+            hint = f"There are {', '.join(VERBS)}: ullage --help says what each does"
+            raise UsageError(f"there is no command {args[0]!r}", hint=hint)
         name, command, rest = super().resolve_command(ctx, args)
         if command is None or name not in VERBS:
             return name, command, rest

@@ -76,7 +76,7 @@ def option(default: Any, help: str, *aliases: str, **shown: Any) -> Any:
 class DataArguments:
     """What is read, and how it becomes tokens."""
 
-    data: list[str] | None = option(None, "files, folder, pattern, hub name; or Python's docstrings", "--dataset_name")  # noqa: RUF009
+    data: list[str] | None = option(None, "files, folder, pattern or hub name; docstrings: Python's, the default", "--dataset_name")  # noqa: RUF009
     data_config: str | None = option(None, "configuration of a folder or a data set of the hub", "--dataset_config")
     data_split: str = option("train", "split to train on, or a part of it: train[:100]", "--dataset_train_split")
     eval_data: list[str] | None = option(None, "data to evaluate on, in the place of a part of --data")  # noqa: RUF009
@@ -169,7 +169,7 @@ class Parser(HfArgumentParser):
 
 def samples_of(sources: list[str] | None, args: DataArguments, split: str, revisions: dict[str, str]) -> list[Any]:
     """The samples of a data set in memory; ``revisions`` takes down the commit of one of the hub."""
-    if sources is None:
+    if sources in (None, ["docstrings"]):  # as `ullage plan docstrings` reads it
         return docstrings()
     repository, revision = revised(sources[0], revisions)
     taken = [f"{repository}@{revision}"] if revision else sources
@@ -316,7 +316,7 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     form_process_group(args)
     tell(f"device: {args.device}{', bf16' * args.bf16}{', fp16' * args.fp16}; processes: {args.world_size}")
     revisions: dict[str, str] = record.setdefault("revisions", {})
-    if data.streaming and (data.data is None or args.max_steps < 1):
+    if data.streaming and (data.data in (None, ["docstrings"]) or args.max_steps < 1):
         raise UsageError("a stream has no end", where="--streaming", hint="give --data, and the steps by --max_steps")
     parts = [[] if data.streaming else samples_of(data.data, data, data.data_split, revisions), []]
     if data.eval_data or data.eval_split:

@@ -37,7 +37,8 @@ _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packa
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset(torch.utils.data.Dataset):
-    """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64.
+    """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64, and
+    ``dataset[16:24]`` a list of them.
 
     Tokens in = ``num_tokens`` + ``truncated_tokens`` + ``dropped_tokens``.
 
@@ -62,7 +63,9 @@ class TokenDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.layout.num_items
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = int(self.layout.starts[index])

@@ -40,12 +40,10 @@ def figure_rows(plan: Plan, reference: Plan | None = None, padded: Padded | None
         rows.append([name, form.format(value(of)), *compared, "" if bound is None else form.format(bound), ideal])
 
     unused = 100 * _bound_unused(ours.num_tokens, plan, ours.lower_bound, plan.capacity)
-    # Of tokens that could be cut anywhere.
-    ideal = f"{ours.num_tokens / (plan.ranks * plan.capacity):.2f}"
-    add("microbatches per rank", "{:,d}", lambda stats: stats.num_microbatches, ours.lower_bound, ideal)
-    add("ullage", "{:.2f} %", lambda stats: 100 * stats.ullage, unused, "0.00 %")
-    add("rank imbalance", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000")
-    add("critical path", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000")
+    add("microbatches per rank", "{:,d}", lambda stats: stats.num_microbatches, ours.lower_bound, "")
+    add("slots unused (ullage)", "{:.2f} %", lambda stats: 100 * stats.ullage, unused, "0.00 %")
+    add("rank imbalance, × mean", "{:.3f}", lambda stats: stats.rank_imbalance, ours.rank_imbalance_bound, "1.000")
+    add("critical path, × ideal", "{:.3f}", lambda stats: stats.critical_path, ours.critical_path_bound, "1.000")
     for place, use in enumerate(ours.resources):  # besides tokens
         beside = None if theirs is None else theirs.resources[place]
         bins = plan.num_microbatches * plan.ranks

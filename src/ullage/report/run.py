@@ -193,7 +193,7 @@ FIGURES = (
               "share"),
     RunFigure("padding avoided", "padding_avoided", lambda run: run.closing.get("padding_avoided"), percent, "share"),
     RunFigure("capacity unused, mean", "capacity_unused", _of("capacity_unused", statistics.fmean), percent, "share"),
-    RunFigure("imbalance, mean", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
+    RunFigure("busiest rank over the mean rank", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
     RunFigure("model FLOPs, median", "flops_per_second", _of("flops_per_second", _warm_median), rate, "ratio"),
     RunFigure("MFU, median", "mfu", _of("mfu", _warm_median), percent, "share"),
     RunFigure("waiting for ranks, per step", "wait_seconds", _of("wait_seconds", _warm_median), duration, "ratio"),
