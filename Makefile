@@ -9,6 +9,8 @@ FIRST := $(VENV)/.first
 export DS_BUILD_OPS := 0
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
+# A test begins dozens of processes; without bytecode on the disk each of them would compile thousands of files anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-slow test-gpu gpu-first bench-gpu campaign compat test-core models watch release-check lint types docs clean
