@@ -16,7 +16,7 @@ from ullage.engines.megatron import (
     transformer_terms,
     wrap_data_iterator,
 )
-from ullage.engines.megatron.samples import read_items
+from ullage.engines.megatron.samples import read_rows
 from ullage.engines.megatron.scheduling import find_owners
 from ullage.engines.megatron.settings import Settings
 from ullage.engines.megatron.wrapping import _fill_up
@@ -26,6 +26,10 @@ pytest.importorskip("megatron.core")
 
 
 config = partial(megatron_samples.config, max_seqlen_per_dp_cp_rank=64)
+
+
+def read_items(items):
+    return [sequence for row in read_rows(items) for sequence in row]
 
 
 def packed_sample(lengths, slots, first=1):

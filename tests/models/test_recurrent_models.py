@@ -165,7 +165,7 @@ def test_states_are_reordered_selected_and_repeated() -> None:
     before = state.layers
     state.reorder_cache(torch.tensor([1, 1, 0]))
     assert all(torch.equal(new, old[[1, 1, 0]]) for a, b in zip(state.layers, before) for new, old in zip(a, b))
-    state.batch_select_indices(torch.tensor([2]))
+    state.reorder_cache(torch.tensor([2]))
     state.batch_repeat_interleave(2)
     assert all(torch.equal(new, old[[0, 0]]) for a, b in zip(state.layers, before) for new, old in zip(a, b))
 

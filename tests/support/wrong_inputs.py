@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -147,6 +148,27 @@ COMMANDS = {
     "convert base out --to zero --ranks 8": "'zero' is not one of",
     "convert base out --dtype fp16 --to safetensors": "'fp16' is not one of 'float32', 'bfloat16', 'float16'",
     "convert out base": "no such folder (out)",
+    # Rows that say what they cannot mean
+    f"{_TRAIN} --data padded.jsonl": "a row holds padding (padded.jsonl, line 1): found attention_mask [1, 1, 0]",
+    f"{_TRAIN} --data unlabelled.jsonl": "no sequence has a token to train on: expected a label that counts, found none in 8",
+    f"{_TRAIN} --data one_label.jsonl": "labels and tokens disagree (one_label.jsonl, sample 0): expected 3 labels, found 1",
+    f"{_TRAIN} --data single.jsonl": "nothing can be learnt (single.jsonl): expected 2 tokens or more a sequence",
+    f"{_TRAIN} --data texts.jsonl --max_length 1": "nothing can be learnt (texts.jsonl)",
+    f"{_TRAIN} --data blank.jsonl": "the dataset is empty (blank.jsonl): expected a sample, found 8 empty rows",
+    f"{_TRAIN} --data utf16.jsonl": "no JSON object (utf16.jsonl, line 1). The file is UTF-16: save it as UTF-8",
+    f"{_TRAIN} --data pointer.parquet": "a pointer of git-lfs, not the file (pointer.parquet). Git lfs pull fetches it",
+    f"{_TRAIN} --data texts.jsonl --stop_at_step -5": "a number is out of range (--stop_at_step): expected 1 or more, found -5",
+    f"{_TRAIN} --data texts.jsonl --dp 0": "a number is out of range (--dp)",
+    f"{_TRAIN} --data texts.jsonl --gradient_accumulation_steps 0": "out of range (--gradient_accumulation_steps)",
+    f"{_TRAIN} --data texts.jsonl --model base --tokenizer words.xyz": "(base, words.xyz)",
+    "compare out base": "there is no command 'compare'. There are train, trl, plan",
+    f"{_SFT} --dataset_name chats.jsonl --chat_template bad.jinja": "chats.jsonl, bad.jinja): found TemplateSyntaxError",
+    f"{_SFT} --dataset_name chats.jsonl --chat_template alien.jinja": "found UndefinedError: 'foo' is undefined",
+    f"{_SFT} --dataset_name silent.jsonl --chat_template chatml": "silent.jsonl, chatml): found UndefinedError",
+    f"{_SFT} --dataset_name nobody.jsonl --chat_template chatml": "nobody.jsonl",
+    f"{_SFT} --dataset_name strings.jsonl --chat_template chatml": "the chats are strings (strings.jsonl, column 'messages')",
+    f"{_SFT.replace('sft', 'dpo')} --dataset_name no_pair.jsonl": "no_pair.jsonl",
+    "report torn_run": "torn_run/trainer_state.json is torn",
 }
 #: Commands that work, and words of what they say of what they were not asked: columns that nothing reads.
 TOLD = {
@@ -224,10 +246,21 @@ CALLS = {
     "import ullage\nullage.Layout([3, -4])": "lengths must not be negative (item 1): expected >= 0, found -4",
     "import ullage\nullage.Layout([3, 4.5])": "lengths must be integers (item 1): found 4.5",
     "import ullage\nullage.exchange.materialize(ullage.plan([3], ranks=2, capacity=8), [{'a': [1]}], 0)": "as planned",
+    "import ullage\nullage.Plan.from_json('plan.json')": "a plan must be JSON, not the name of a file",
+    # Samples
+    f"{_TRAINER}trainer({{'input_ids': [[1, 2], [3]]}})": "a dict is no data set (train_dataset): found input_ids",
+    f"{_TRAINER}trainer([{{'input_ids': [1, 2, 3], 'attention_mask': [1, 1]}}] * 4).train()": "attention_mask and input_ids",
+    f"{_TRAINER}trainer([{{'input_ids': [1, 2], 'labels': [1, 2]}}, {{'input_ids': [1, 2]}}] * 4).train()": "lacks a field",
+    f"{_TRAINER}trainer([{{'input_ids': [1, 2, 3], 'labels': [1, 2, 77]}}] * 4).train()": "are all ids and labels in range?",
+    "from ullage.datasets import *\ntokenize({'text': ['a b']}, byte_tokenizer())": "a dict of columns is no list of samples",
+    "from ullage.datasets import *\ntokenize([1, 2], byte_tokenizer())": "neither text nor token ids (sample 0)",
+    "from ullage.datasets import *\ntokenize(['a', None], byte_tokenizer())": "neither text nor token ids (sample 1)",
     # Batches
     f"{_MASKED}torch.ones(2, 3), torch.ones(2, 3))": "fields are given by name",
     f"{_MASKED}{{'input_ids': torch.ones(2, 3)}}, None)": "attention_mask must be [N, L]",
     f"{_MASKED}{{'input_ids': torch.ones(1, 3)}}, torch.tensor([[1, 0, 1]]))": "attention_mask has holes (row 0)",
+    f"{_MASKED}{{'input_ids': torch.ones(1, 3)}}, torch.tensor([[1, 1, 2]]))": "1 on tokens and 0 on padding",
+    f"{_MASKED}{{'input_ids': torch.ones(1, 2)}}, torch.tensor([[0, -torch.inf]]))": "1 on tokens and 0 on padding",
     "import ullage\nullage.RaggedBatch.from_samples(['some text'])": "sample",
     "import ullage\nullage.RaggedBatch.from_samples([{'input_ids': [1]}, {'labels': [1]}])": "input_ids",
     f"{_TRAINER}RaggedCollator()(['some text'])": "a sample is a text, not token ids (sample 0)",
@@ -254,12 +287,27 @@ def write_files(folder: Path) -> None:
         "docs.jsonl": [{"content": "abc", "author": "d"}] * 8,
         "body.jsonl": [{"body": "abc", "number": i} for i in range(8)],
         "none_at_all.jsonl": [],
+        "padded.jsonl": [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}] * 8,
+        "unlabelled.jsonl": [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 8,
+        "one_label.jsonl": [{"input_ids": [5, 6, 7], "labels": 1}] * 8,
+        "single.jsonl": [{"input_ids": [5]}] * 8,
+        "blank.jsonl": [{"text": ""}] * 8,
+        "silent.jsonl": [{"messages": [{"role": "user"}, {"role": "assistant"}]}] * 8,
+        "nobody.jsonl": [{"messages": []}] * 8,
+        "strings.jsonl": [{"messages": json.dumps(chat)}] * 8,
+        "no_pair.jsonl": [{"prompt": "a", "chosen": "b", "rejected": None}] * 8,
     }
     for name, content in rows.items():
         jsonl(folder / name, content)
     (folder / "tabs.csv").write_text("text\tlabel\na b\t1\n")
     (folder / "reviews.csv").write_text("text,label\n" + "a b c,1\nc d e f,0\n" * 10)
     (folder / "words.xyz").write_text("5\n9\n")
+    (folder / "utf16.jsonl").write_text(json.dumps({"text": "a b"}) + "\n", encoding="utf-16")
+    (folder / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (folder / "bad.jinja").write_text("{% for m in messages %}{{ m.role }}")
+    (folder / "alien.jinja").write_text("{{ foo.bar }}")
+    (folder / "torn_run").mkdir()
+    (folder / "torn_run" / "trainer_state.json").write_text('{"log_history": [')
     for name in ("nothing", "mixed"):
         (folder / name).mkdir()
     (folder / "mixed" / "a.csv").write_text("text\na b\n")

@@ -76,7 +76,7 @@ def option(default: Any, help: str, *aliases: str, **shown: Any) -> Any:
 class DataArguments:
     """What is read, and how it becomes tokens."""
 
-    data: list[str] | None = option(None, "files, folder, pattern or hub name; docstrings: Python's, the default", "--dataset_name")  # noqa: RUF009
+    data: list[str] | None = option(None, "files, folder, pattern, hub name; or docstrings, Python's", "--dataset_name")  # noqa: RUF009
     data_config: str | None = option(None, "configuration of a folder or a data set of the hub", "--dataset_config")
     data_split: str = option("train", "split to train on, or a part of it: train[:100]", "--dataset_train_split")
     eval_data: list[str] | None = option(None, "data to evaluate on, in the place of a part of --data")  # noqa: RUF009
@@ -178,7 +178,7 @@ def samples_of(sources: list[str] | None, args: DataArguments, split: str, revis
     revisions |= {sources[0]: commit[1]} if commit else {}
     if lost := len(table) - len(samples):
         tell(f"{', '.join(sources)}: {lost:,} of {len(table):,} rows are empty and left out")
-    used = {text_column(table, ", ".join(sources), args.text_column), "labels"}
+    used = {text_column(table, ", ".join(sources), args.text_column), "labels", "attention_mask"}
     if unused := [repr(name) for name in table.column_names if name not in used]:
         verb = f"column{'s' * (len(unused) > 1)} {listed(unused)} {'are' if len(unused) > 1 else 'is'}"
         tell(f"{', '.join(sources)}: the {verb} not used: a model learns to write the texts alone")
@@ -189,10 +189,16 @@ def datasets_of(data: DataArguments, model: Any, tokenizer: Any, parts: list[lis
     """The data sets to train and to evaluate on, the second ``None`` where there is nothing for it."""
     config = model.config.get_text_config()
     limit = min((n for n in (data.max_length, getattr(config, "max_position_embeddings", 0)) if n), default=None)
-    sets: list[Any] = [tokenize(part, tokenizer, limit) if part else None for part in parts]
+    where = ", ".join(data.data or ()) or None
+    try:
+        sets: list[Any] = [tokenize(part, tokenizer, limit) if part else None for part in parts]
+    except InputError as error:
+        raise error.at(", ".join(filter(None, (where, error.where)))) from None
+    if sets[0] and sets[0].layout.lengths.max() < 2:
+        raise InputError("nothing can be learnt", where=where, expected="2 tokens or more a sequence", found="1 token")
     for part, use in zip(sets, ("train on", "evaluate on"), strict=True):
         if part is not None:
-            part.require_vocabulary(config.vocab_size, ", ".join(data.data or ()) or None)
+            part.require_vocabulary(config.vocab_size, where)
             cut = f", {part.num_truncated:,} cut to {limit}" if part.num_truncated else ""
             lost = f", {part.num_dropped:,} without a label left out" if part.num_dropped else ""
             tell(f"{len(part):,} sequence{'s' * (len(part) > 1)} to {use}, {part.num_tokens:,} tokens{cut}{lost}")
@@ -313,6 +319,9 @@ class Bar(cast(Any, transformers.trainer.DEFAULT_PROGRESS_CALLBACK)):
 def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Notes, ModelArguments]:
     """The trainer of a call, with its data and model; each is told in a line."""
     data, sizes, args = Parser().parse_dict(settings_of(said, record))
+    for name in ("dp", "cp", "tp", "stop_at_step", "gradient_accumulation_steps"):
+        if (value := getattr(sizes, name, getattr(args, name, None))) is not None and value < 1:
+            raise UsageError("a number is out of range", where=f"--{name}", expected="1 or more", found=value)
     form_process_group(args)
     tell(f"device: {args.device}{', bf16' * args.bf16}{', fp16' * args.fp16}; processes: {args.world_size}")
     revisions: dict[str, str] = record.setdefault("revisions", {})
@@ -324,7 +333,7 @@ def prepared(said: dict[str, Any], record: dict[str, Any]) -> tuple[Trainer, Not
     elif data.held_out and parts[0]:
         parts = [*split_held_out(parts[0], data.held_out)]
     transformers.set_seed(args.seed)
-    with refused_by_library(sizes.model):
+    with refused_by_library(", ".join(filter(None, (sizes.model, data.tokenizer)))):
         model, tokenizer = model_and_tokenizer(sizes, data.tokenizer, revisions)
     sets = datasets_of(data, model, tokenizer, parts, args.seed)
     count, step = num_parameters(model), record["batch"][2]

@@ -261,12 +261,15 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
             script.main(*parsed)
     except UllageError:
         raise
-    except (OSError, ValueError, KeyError) as error:  # no data, or no such column; a model that cannot be read
-        if trainer.has_begun:
+    except Exception as error:  # no data, or no such column; a model that cannot be read; a template, a row
+        if trainer.has_begun or parsed[1].log_level != "passive":
             raise
-        found = f"{'no column ' * isinstance(error, KeyError)}{' '.join(str(error).split())}"
-        hint = next((hint for part, hint in _HINTS.items() if part in found), None)
-        raise InputError("TRL's script cannot begin", where=f"ullage trl {method}", found=found, hint=hint) from error
+        kind = "no column " if isinstance(error, KeyError) else f"{type(error).__name__}: "
+        found = f"{kind if not isinstance(error, OSError | ValueError) else ''}{' '.join(str(error).split())}"
+        hint = next((hint for part, hint in _HINTS.items() if part in found), "--log_level info shows where it fails")
+        given = (parsed[0].dataset_name, getattr(parsed[1], "chat_template_path", None))
+        where = ", ".join(filter(None, (f"ullage trl {method}", *given)))
+        raise InputError("TRL's script cannot begin", where=where, found=found, hint=hint) from error
 
 
 @contextmanager

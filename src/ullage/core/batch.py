@@ -145,15 +145,18 @@ class RaggedBatch(Shown):
         ``attention_mask`` [N, L] is 1 on the tokens of each row, which stand together: padding may be on the right,
         on the left, or both. Places of answers (``start_positions``, ``end_positions``) are counted from the first
         token of the sequence afterwards. ``items``: for fields by item, whose rows stand end to end, the rows of each
-        sequence. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with holes, an empty
-        row, a shape that disagrees, and for images of which nobody says whose they are.
+        sequence. Waits for the device once, to read the lengths. Raises ``InputError`` for a mask with holes or other
+        numbers than 0 and 1, an empty row, a shape that disagrees, and for images of which nobody says whose they are.
         """
         if not isinstance(fields, Mapping):
             raise InputError("fields are given by name", expected='{"input_ids": [N, L]}', found=type(fields).__name__)
         if getattr(attention_mask, "ndim", None) != 2:
             raise InputError("attention_mask must be [N, L]", found=f"shape {[*getattr(attention_mask, 'shape', ())]}")
-        mask = attention_mask != 0
-        host = mask.cpu().numpy()
+        given = attention_mask.cpu()
+        host = (given != 0).numpy()
+        if not bool((given[given != 0] == 1).all()):
+            found = given[(given != 0) & (given != 1)][0].item()
+            raise InputError("attention_mask is 1 on tokens and 0 on padding", expected="0 or 1", found=found)
         _require_rows(host)
         # Lengths are the sums of the rows, and the tokens are where the mask is: one index drops all padding.
         layout = Layout(host.sum(1))

@@ -192,6 +192,9 @@ def refuse_for_trl(path: str, rows: Any, only_assistant: bool) -> None:
     if named := [name for name in ("image", "images") if "string" in str(columns.get(name))]:
         expected = "a folder of images with a metadata.jsonl of file_name and messages"
         raise InputError("TRL reads no images by name", where=path, expected=expected, found=f"names in {named[0]!r}")
+    if getattr(columns.get("messages"), "dtype", None) == "string":
+        expected, hint = "a list of turns, each with role and content", "write the list itself, not its text"
+        raise InputError("the chats are strings", where=f"{path}, column 'messages'", expected=expected, hint=hint)
     if only_assistant and "messages" in columns and hasattr(rows, "__len__"):
         for row, chat in enumerate(rows["messages"]):
             if not any(turn["role"] == "assistant" for turn in chat or ()):
@@ -203,12 +206,18 @@ def refuse_for_trl(path: str, rows: Any, only_assistant: bool) -> None:
 def unreadable(sources: Sequence[str], error: Exception) -> InputError:
     """The error of a library in one line, with the first line of a .jsonl that is no JSON object."""
     where, found = ", ".join(sources), " ".join(str(root_cause(error)).split())[:300] or "no row"
-    for name in sources:
-        if Path(name).suffix.lower() == ".jsonl" and Path(name).is_file():
-            with open(name, "rb") as file:
-                bad = next((number for number, line in enumerate(file, 1) if not _is_row(line)), None)
-            if bad is not None:
-                return InputError("a line is no JSON object", where=f"{name}, line {bad}", hint="mend or remove it")
+    for name in filter(os.path.isfile, sources):
+        with open(name, "rb") as file:
+            first = file.read(24)
+            if first.startswith(b"version https://git-lfs"):
+                return InputError("a pointer of git-lfs, not the file", where=name, hint="git lfs pull fetches it")
+            file.seek(0)
+            lines = enumerate(file if name.lower().endswith(".jsonl") else (), 1)
+            bad = next((number for number, line in lines if not _is_row(line)), None)
+        if bad is not None:
+            is_utf16 = first[:2] in (b"\xff\xfe", b"\xfe\xff")
+            hint = "the file is UTF-16: save it as UTF-8" if is_utf16 else "mend or remove it"
+            return InputError("a line is no JSON object", where=f"{name}, line {bad}", hint=hint)
     if all(_is_empty(Path(name)) for name in sources):
         return InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
     return InputError("the data cannot be read", where=where, found=found)

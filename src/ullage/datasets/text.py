@@ -37,8 +37,8 @@ _NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packa
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset(torch.utils.data.Dataset):
-    """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64, and
-    ``dataset[16:24]`` a list of them.
+    """Map-style dataset of token sequences: ``dataset[i]`` is ``{"input_ids": [length], "labels": [length]}``, int64,
+    and ``dataset[16:24]`` a list of them.
 
     Tokens in = ``num_tokens`` + ``truncated_tokens`` + ``dropped_tokens``.
 
@@ -202,17 +202,19 @@ def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None =
     token has a label is left out and counted. Raises ``InputError`` if there are no samples or none is left, for a
     sample without tokens, and for labels that are not as many as its tokens (the message says which).
     """
-    if isinstance(samples, str):
-        raise InputError("one text is no list of texts", expected="[text]", found=repr(samples[:40]))
+    if isinstance(samples, str | Mapping):
+        what = "one text is" if isinstance(samples, str) else "a dict of columns is"
+        raise InputError(f"{what} no list of samples", expected="a list, or one column", found=repr(samples)[:40])
     if max_length is not None and max_length < 1:
         raise InputError("the maximum length is out of range", expected="at least 1 token", found=max_length)
     parts: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     lengths: list[int] = []
-    dropped, count, differ = 0, 0, False
+    dropped, count, differ, longest = 0, 0, False, 0
     for count, sample in enumerate(samples, 1):
         ids, own = _tokens(sample, tokenizer)
         _require_sequence(ids, own, count - 1)
+        longest = max(longest, len(ids))
         # Held as int32, half of what int64 takes; a sample is widened when it is read.
         part = np.asarray(ids[:max_length], np.int32)
         label = part if own is None else np.asarray(own[:max_length], np.int32)
@@ -228,7 +230,7 @@ def tokenize(samples: Sequence[Sample], tokenizer: Any, max_length: int | None =
             "no sequence has a token to train on" if count else "the dataset is empty",
             expected="a label that counts" if count else "at least one sample",
             found=f"none in {count:,}" if count else "none",
-            hint=f"a max_length above {max_length} may reach them" if count and max_length is not None else None,
+            hint=f"a max_length above {max_length} may reach them" if 0 < (max_length or 0) < longest else None,
         )
     # ``whole`` are the lengths before the cut, by which the lost tokens are counted.
     whole = np.asarray(lengths, np.int64)
@@ -256,12 +258,14 @@ def _tokens(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[int
 
 
 def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: int) -> None:
+    where = f"sample {index}"
+    if not hasattr(ids, "__len__"):
+        expected = "a string, or a list of integers"
+        raise InputError("a sample is neither text nor token ids", where=where, expected=expected, found=repr(ids)[:60])
     if len(ids) == 0:
-        raise InputError("a sample is empty", where=f"sample {index}", expected="at least one token", found="length 0")
-    if labels is not None and len(labels) != len(ids):
-        raise InputError(
-            "labels and tokens disagree", where=f"sample {index}", expected=f"{len(ids)} labels", found=len(labels)
-        )
+        raise InputError("a sample is empty", where=where, expected="at least one token", found="length 0")
+    if labels is not None and (found := len(labels) if hasattr(labels, "__len__") else repr(labels)) != len(ids):
+        raise InputError("labels and tokens disagree", where=where, expected=f"{len(ids)} labels", found=found)
 
 
 def usable(values: Sequence[Any], labels: Sequence[Any] | None, place: Callable[[int], str]) -> list[Any]:
@@ -294,7 +298,12 @@ def read_samples(
     labels = table["labels"][:] if "labels" in table.column_names and column != "labels" else None
     found = usable(table[column][:], labels, lambda row: f"{where}, {row_place(sources, row)}, column {column!r}")
     if not found:
-        raise InputError("the dataset is empty", where=where, expected="at least one sample", found="none")
+        raise InputError("the dataset is empty", where=where, expected="a sample", found=f"{len(table):,} empty rows")
+    masks = table["attention_mask"] if column == "input_ids" and "attention_mask" in table.column_names else []
+    for row, mask in enumerate(masks):
+        if 0 in mask:
+            place, hint = f"{where}, {row_place(sources, row)}", "tokenize without padding, or cut it off"
+            raise InputError("a row holds padding", where=place, found=f"attention_mask {mask[:20]}", hint=hint)
     return found, table
 
 

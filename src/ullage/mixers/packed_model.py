@@ -442,7 +442,8 @@ def first_accepted(
             raise InputError(
                 problem.removeprefix("InputError: "),
                 where=type(model).__name__,
-                hint="leave such sequences out, or give the model what it lacks (RaggedCollator(per_sequence=[...]))",
+                hint="are all ids and labels in range? Leave such sequences out, or give the model what it lacks: "
+                "RaggedCollator(per_sequence=[...])",
             )
     take_out(model)
     raise SequencesMeet(

@@ -69,10 +69,6 @@ class RecurrentState:
         """Give sequence *i* the state of sequence ``beam_idx[i]``."""
         self._map(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences in ``indices``."""
-        self.reorder_cache(indices)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence ``repeats`` times."""
         self._map(lambda state: state.repeat_interleave(repeats, 0))

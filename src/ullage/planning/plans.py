@@ -280,7 +280,7 @@ class Plan(Paged, Placement):
         try:
             record = json.loads(text)
         except ValueError as error:
-            raise InputError("a plan must be JSON", found=str(error)) from error
+            raise InputError("a plan must be JSON, not the name of a file", found=str(error)) from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
             found = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise InputError("this JSON is not a plan", expected=f"format {_FORMAT!r}", found=found)

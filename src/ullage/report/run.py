@@ -84,7 +84,8 @@ def read_run(folder: str | Path) -> Run:
     states = [state for place in (folder, *checkpoints) if (state := _state(place / STATE)) is not None]
     if not states:
         expected = f"{STATE} in the folder or in a checkpoint of it"
-        hint = "give the output_dir of a run, once it has saved a checkpoint"
+        torn = [str(place / STATE) for place in (folder, *checkpoints) if (place / STATE).is_file()]
+        hint = f"{torn[0]} is torn" if torn else "give the output_dir of a run, once it has saved a checkpoint"
         raise InputError("no run has left its state here", where=str(folder), expected=expected, hint=hint)
     state = max(states, key=lambda each: each.get("global_step") or 0)
     training: dict[int, Numbers] = {}
@@ -193,7 +194,7 @@ FIGURES = (
               "share"),
     RunFigure("padding avoided", "padding_avoided", lambda run: run.closing.get("padding_avoided"), percent, "share"),
     RunFigure("capacity unused, mean", "capacity_unused", _of("capacity_unused", statistics.fmean), percent, "share"),
-    RunFigure("busiest rank over the mean rank", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
+    RunFigure("busiest rank ÷ mean", "imbalance", _of("imbalance", statistics.fmean), lambda v: f"{v:.3f}", "amount"),
     RunFigure("model FLOPs, median", "flops_per_second", _of("flops_per_second", _warm_median), rate, "ratio"),
     RunFigure("MFU, median", "mfu", _of("mfu", _warm_median), percent, "share"),
     RunFigure("waiting for ranks, per step", "wait_seconds", _of("wait_seconds", _warm_median), duration, "ratio"),

@@ -38,7 +38,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, unwrap_peft_
 from transformers.utils import logging
 from transformers.utils.generic import find_labels
 
-from ullage.core.errors import InputError, TrainingError
+from ullage.core.errors import InputError, TrainingError, listed
 from ullage.core.replacing import replaced
 from ullage.mixers.packed_model import require_module
 from ullage.mixers.wrappers import bare
@@ -148,6 +148,10 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self._capacity = CapacityFinder(self, self._reader, self._packer)
         self._rehearsal = Rehearsal(self, self._reader)
         self._loss_rule = LossRule(self, self._reader, self._packer)
+        data = given_argument("train_dataset", type(self), RaggedTrainerMixin, args, kwargs)
+        if isinstance(data, dict):
+            hint = "datasets.Dataset.from_dict(...) makes one of columns; of splits give one"
+            raise InputError("a dict is no data set", where="train_dataset", found=listed([*data]), hint=hint)
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)

@@ -56,10 +56,11 @@ class OptimizerGroup:
     stepped: tuple[str, ...] = ()
 
 
-def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
+def optimizer_groups(inventory: Inventory, *, needed_by: str | None = None, hint: str = "") -> list[OptimizerGroup]:
     """The groups of the optimizer that saved the inventory; ``[]`` where the files do not tell them.
 
-    Raises ``CheckpointError`` for a group that names what is no parameter, or two groups with one parameter.
+    Raises ``CheckpointError`` with ``hint`` for none where ``needed_by`` names a format, for a group that names what is
+    no parameter, and for two groups with one parameter.
     """
     details = Details.of(inventory)
     count = len(details.param_groups)
@@ -85,6 +86,9 @@ def optimizer_groups(inventory: Inventory) -> list[OptimizerGroup]:
             where=f"{inventory.folder}, parameter {strange[0]}",
             hint="the weights can be converted without the optimizer: --weights-only",
         )
+    if needed_by is not None and not found:
+        what, without = f"{needed_by} has the groups of an optimizer", f"{inventory.format} without them"
+        raise CheckpointError(what, where=str(inventory.folder), found=without, hint=hint)
     return found
 
 

@@ -48,14 +48,8 @@ def trainer_targets(inventory: Inventory) -> list[Target]:
 
     Raises ``CheckpointError`` for a source whose optimizer has no groups by name.
     """
-    groups = optimizer_groups(inventory)
-    if not groups:
-        raise CheckpointError(
-            "a Trainer's checkpoint has the groups of an optimizer, and this one holds none",
-            where=str(inventory.folder),
-            found=f"{inventory.format} without them",
-            hint="convert the weights alone, with --to safetensors",
-        )
+    hint = "convert the weights alone, with --to safetensors"
+    groups = optimizer_groups(inventory, needed_by="a Trainer's checkpoint", hint=hint)
     adapter = text_of(inventory.folder, "adapter_config.json")
     if adapter is None:
         targets = weights_targets(inventory, "model", {t.name: t for t in weights_of(inventory)})

@@ -373,14 +373,8 @@ def _of_any(inventory: Inventory) -> list[Target]:
     They are those that a run of stage 3 would leave: of the module only what no optimizer holds, because the weights
     are in ``zero/``.
     """
-    groups = optimizer_groups(inventory)
-    if not groups:
-        raise CheckpointError(
-            "a universal checkpoint has the groups of an optimizer, and this one holds none",
-            where=str(inventory.folder),
-            found=f"{inventory.format} of weights alone",
-            hint="weights alone are loaded as they are: from_pretrained, or load_state_dict",
-        )
+    hint = "weights alone are loaded as they are: from_pretrained, or load_state_dict"
+    groups = optimizer_groups(inventory, needed_by="a universal checkpoint", hint=hint)
     parts = model_states.parts_of(inventory, None, groups)
     kinds = dict.fromkeys(parts.trained, "parameter") | dict.fromkeys(parts.frozen, "frozen")
     laid_out: dict[Any, Target] = {}

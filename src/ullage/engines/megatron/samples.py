@@ -36,19 +36,11 @@ def pull(data_iterator: Any, count: int) -> list[Any]:
     return items
 
 
-def read_items(items: Iterable[Any]) -> list[dict[str, Tensor]]:
-    """Sequences of the items of an iterator, which are samples or lists of samples. Does not write to them.
-
-    Raises ``InputError`` with sample and key for a key that is missing, contradicts another or is not numeric.
-    """
-    return [sequence for row in read_rows(items) for sequence in row]
-
-
 def read_rows(items: Iterable[Any]) -> list[list[dict[str, Tensor]]]:
-    """Sequences of the items of an iterator, row by row, where samples are packed already.
+    """Sequences of the items of an iterator, which are samples or lists of samples, row by row; nothing is written to.
 
-    A pre-packed sample is a row, and so are the samples of one sequence each that come as one item. Raises as
-    :func:`read_items` does.
+    A pre-packed sample is a row, and so are the samples of one sequence each that come as one item. Raises
+    ``InputError`` with sample and key for a key that is missing, contradicts another or is not numeric.
     """
     samples: list[Any] = []
     # For each sample, whether it begins a row.

@@ -48,8 +48,8 @@ class RaggedCollator:
 
     Attributes:
         flattened: give a plain dict of keywords for padding-free models instead, for any other trainer.
-        labels_from: the field to copy as ``labels`` where samples have none, ``"input_ids"`` for a causal language
-            model.
+        labels_from: the field to copy as ``labels`` where no sample of the batch has any, ``"input_ids"`` for a causal
+            language model.
         pad_to_multiple_of: each sequence's slot is rounded up to a multiple of this many tokens.
         per_sequence: names of array fields with one entry per sequence.
         processor: of transformers, for conversations with images.
@@ -72,7 +72,9 @@ class RaggedCollator:
             ]
         require_tokenized(samples)
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
-        prepared = [_without_mask(_with_labels(sample, self.labels_from), i) for i, sample in enumerate(apart)]
+        labelled = any(name in sample for sample in apart for name in ("labels", "label", "label_ids"))
+        source = None if labelled else self.labels_from
+        prepared = [_without_mask(_with_labels(sample, source), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
         return _flattened(batch) if self.flattened else batch
 
@@ -300,7 +302,12 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
             found=f"a list of {len(given)}",
             hint="DataCollatorForMultipleChoice pads questions with several choices, without packing_capacity",
         )
-    mask = np.asarray(given) != 0
+    mask, ids = np.asarray(given) != 0, sample.get("input_ids")
+    if hasattr(ids, "__len__") and len(ids) != len(mask):
+        expected = f"{len(ids)} entries, one a token"
+        raise InputError(
+            "attention_mask and input_ids disagree", where=f"sample {i}", expected=expected, found=len(mask)
+        )
     if mask.all():
         return sample
     real = np.flatnonzero(mask)

@@ -311,7 +311,8 @@ def advice_for(trainer: Any, reader: BatchReader, packer: Packer, option: str) -
     lengths = stored_lengths(dataset, reader.main_input, getattr(args, "length_column_name", "length"))
     if lengths is None or not len(lengths) or sharding_of(trainer.model) is not None:
         return None, False
-    if packer.padded_loss is not None or may_hold_padding(dataset, lengths):
+    theirs = getattr(args, "packing", False) or getattr(args, "padding_free", False)  # TRL's own ways
+    if packer.padded_loss is not None or theirs or may_hold_padding(dataset, lengths):
         return None, False
     packed = packer.options is not None
     try:
