@@ -1,4 +1,4 @@
-"""Wrong inputs: what 116 wrong commands and 60 wrong calls of newcomers are answered, one table each of input and line.
+"""Wrong inputs: what wrong commands and wrong calls of newcomers are answered, one table each of input and line.
 
 A good answer of a command is a line without a traceback that says what to do, a status that is not 0, and no file left
 behind; of a call an error whose last line does. The tables are ``tests/support/wrong_inputs.py``.

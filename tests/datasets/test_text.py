@@ -128,7 +128,7 @@ NO_LINE = "a line is no JSON object (a.jsonl, line {}). Mend or remove it"
 REFUSED = [
     ("a.jsonl", "\n\n", "the dataset is empty (a.jsonl)"),
     ("a.csv", "text,b\n", EMPTY.format("a.csv")),
-    ("a.jsonl", '{"text": " "}\n{"text": ""}\n', EMPTY.format("a.jsonl")),
+    ("a.jsonl", '{"text": " "}\n{"text": ""}\n', "the dataset is empty (a.jsonl): expected a sample, found 2 empty rows"),
     ("a.jsonl", '{"text": "x"}\n{"text": null}\n', HOLE + "nothing"),
     ("a.csv", "body,title\nx,y\n",
      "which column holds the texts? (a.csv): found body, title. Name it with --text_column"),
@@ -230,7 +230,9 @@ def test_words_that_look_like_special_tokens_are_bytes(tokenizer, tmp_path):
 
 
 def test_one_text_is_not_taken_for_a_list_of_letters(tokenizer):
-    with pytest.raises(InputError, match=r"one text is no list of texts: expected \[text\], found 'one string'"):
+    with pytest.raises(
+        InputError, match="one text is no list of samples: expected a list, or one column, found 'one string'"
+    ):
         tokenize("one string", tokenizer)
 
 

@@ -150,7 +150,7 @@ COMMANDS = {
     "convert out base": "no such folder (out)",
     # Rows that say what they cannot mean
     f"{_TRAIN} --data padded.jsonl": "a row holds padding (padded.jsonl, line 1): found attention_mask [1, 1, 0]",
-    f"{_TRAIN} --data unlabelled.jsonl": "no sequence has a token to train on: expected a label that counts, found none in 8",
+    f"{_TRAIN} --data unlabelled.jsonl": "no sequence has a token to train on (unlabelled.jsonl): expected a label that counts, found none in 8",
     f"{_TRAIN} --data one_label.jsonl": "labels and tokens disagree (one_label.jsonl, sample 0): expected 3 labels, found 1",
     f"{_TRAIN} --data single.jsonl": "nothing can be learnt (single.jsonl): expected 2 tokens or more a sequence",
     f"{_TRAIN} --data texts.jsonl --max_length 1": "nothing can be learnt (texts.jsonl)",
@@ -168,7 +168,7 @@ COMMANDS = {
     f"{_SFT} --dataset_name nobody.jsonl --chat_template chatml": "nobody.jsonl",
     f"{_SFT} --dataset_name strings.jsonl --chat_template chatml": "the chats are strings (strings.jsonl, column 'messages')",
     f"{_SFT.replace('sft', 'dpo')} --dataset_name no_pair.jsonl": "no_pair.jsonl",
-    "report torn_run": "torn_run/trainer_state.json is torn",
+    "report torn_run": "found a torn torn_run/trainer_state.json",
 }
 #: Commands that work, and words of what they say of what they were not asked: columns that nothing reads.
 TOLD = {
@@ -251,7 +251,7 @@ CALLS = {
     f"{_TRAINER}trainer({{'input_ids': [[1, 2], [3]]}})": "a dict is no data set (train_dataset): found input_ids",
     f"{_TRAINER}trainer([{{'input_ids': [1, 2, 3], 'attention_mask': [1, 1]}}] * 4).train()": "attention_mask and input_ids",
     f"{_TRAINER}trainer([{{'input_ids': [1, 2], 'labels': [1, 2]}}, {{'input_ids': [1, 2]}}] * 4).train()": "lacks a field",
-    f"{_TRAINER}trainer([{{'input_ids': [1, 2, 3], 'labels': [1, 2, 77]}}] * 4).train()": "are all ids and labels in range?",
+    f"{_TRAINER}trainer([{{'input_ids': [1, 2, 3], 'labels': [1, 2, 77]}}] * 4).train()": "Are all ids and labels in range?",
     "from ullage.datasets import *\ntokenize({'text': ['a b']}, byte_tokenizer())": "a dict of columns is no list of samples",
     "from ullage.datasets import *\ntokenize([1, 2], byte_tokenizer())": "neither text nor token ids (sample 0)",
     "from ullage.datasets import *\ntokenize(['a', None], byte_tokenizer())": "neither text nor token ids (sample 1)",

@@ -256,6 +256,7 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
 
     name = f"{METHODS[method]}Trainer"
     trainer = _stopping(getattr(trainers, name))
+    given = (parsed[0].dataset_name, getattr(parsed[1], "chat_template_path", None))
     try:
         with replaced(library, name, trainer), _local(*parsed[:3]):
             script.main(*parsed)
@@ -267,7 +268,6 @@ def _train(script: Any, method: str, parsed: Sequence[Any]) -> None:
         kind = "no column " if isinstance(error, KeyError) else f"{type(error).__name__}: "
         found = f"{kind if not isinstance(error, OSError | ValueError) else ''}{' '.join(str(error).split())}"
         hint = next((hint for part, hint in _HINTS.items() if part in found), "--log_level info shows where it fails")
-        given = (parsed[0].dataset_name, getattr(parsed[1], "chat_template_path", None))
         where = ", ".join(filter(None, (f"ullage trl {method}", *given)))
         raise InputError("TRL's script cannot begin", where=where, found=found, hint=hint) from error
 

@@ -335,23 +335,15 @@ class MockSamples:
                 where="mode verification",
                 hint="use mode distribution, or mock_lengths for the lengths alone",
             )
-        for name, value, least in (
-            ("vocab_size", vocab_size, 2),
-            ("max_length", max_length, 1),
-            ("pad_to_multiple_of", pad_to_multiple_of, 1),
-        ):
+        at_least = {"vocab_size": (vocab_size, 2), "max_length": (max_length, 1)}
+        for name, (value, least) in {**at_least, "pad_to_multiple_of": (pad_to_multiple_of, 1)}.items():
             if value is not None and value < least:
                 raise InputError(f"{name} is too small", expected=f">= {least}", found=value)
         # Each sample has its end-of-document token, so none is empty.
         lengths = np.maximum(mock_lengths(config, n, seed), 1)
         self.lengths = lengths if max_length is None else np.minimum(lengths, max_length)
-        self._seed, self._vocab_size, self._eod, self._pad, self._multiple = (
-            seed,
-            vocab_size,
-            eod,
-            pad,
-            pad_to_multiple_of,
-        )
+        self._seed, self._vocab_size = seed, vocab_size
+        self._eod, self._pad, self._multiple = eod, pad, pad_to_multiple_of
 
     def __len__(self) -> int:
         return len(self.lengths)

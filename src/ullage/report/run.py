@@ -85,8 +85,9 @@ def read_run(folder: str | Path) -> Run:
     if not states:
         expected = f"{STATE} in the folder or in a checkpoint of it"
         torn = [str(place / STATE) for place in (folder, *checkpoints) if (place / STATE).is_file()]
-        hint = f"{torn[0]} is torn" if torn else "give the output_dir of a run, once it has saved a checkpoint"
-        raise InputError("no run has left its state here", where=str(folder), expected=expected, hint=hint)
+        found = f"a torn {torn[0]}" if torn else None
+        hint = "give the output_dir of a run, once it has saved a checkpoint"
+        raise InputError("no run has left its state here", where=str(folder), expected=expected, found=found, hint=hint)
     state = max(states, key=lambda each: each.get("global_step") or 0)
     training: dict[int, Numbers] = {}
     evaluations: dict[int, Numbers] = {}

@@ -150,8 +150,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self._loss_rule = LossRule(self, self._reader, self._packer)
         data = given_argument("train_dataset", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(data, dict):
-            hint = "datasets.Dataset.from_dict(...) makes one of columns; of splits give one"
-            raise InputError("a dict is no data set", where="train_dataset", found=listed([*data]), hint=hint)
+            hint, found = "datasets.Dataset.from_dict makes one of columns; of splits give one", listed([*data])
+            raise InputError("a dict is no data set", where="train_dataset", found=found, hint=hint)
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):
             form_process_group(arguments)

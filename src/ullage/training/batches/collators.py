@@ -72,7 +72,7 @@ class RaggedCollator:
             ]
         require_tokenized(samples)
         apart = [sequence for i, sample in enumerate(samples) for sequence in _sequences(sample, i)]
-        labelled = any(name in sample for sample in apart for name in ("labels", "label", "label_ids"))
+        labelled = any({"labels", "label", "label_ids"} & {*sample} for sample in apart)
         source = None if labelled else self.labels_from
         prepared = [_without_mask(_with_labels(sample, source), i) for i, sample in enumerate(apart)]
         batch = RaggedBatch.from_samples(prepared, self.pad_to_multiple_of, self.per_sequence)
@@ -304,10 +304,8 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
         )
     mask, ids = np.asarray(given) != 0, sample.get("input_ids")
     if hasattr(ids, "__len__") and len(ids) != len(mask):
-        expected = f"{len(ids)} entries, one a token"
-        raise InputError(
-            "attention_mask and input_ids disagree", where=f"sample {i}", expected=expected, found=len(mask)
-        )
+        where, expected = f"sample {i}", f"{len(ids)} entries, one a token"
+        raise InputError("attention_mask and input_ids disagree", where=where, expected=expected, found=len(mask))
     if mask.all():
         return sample
     real = np.flatnonzero(mask)

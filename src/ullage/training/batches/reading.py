@@ -178,10 +178,8 @@ class BatchReader:
         are stored: a column of texts would be removed later, because no model takes it, and what is left would not say
         why nothing is there.
         """
-        ours, collator = (
-            (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator),
-            self._trainer.data_collator,
-        )
+        collator = self._trainer.data_collator
+        ours = (RaggedCollator, Seq2SeqCollator, PackedSequenceCollator, EitherCollator)
         if not isinstance(collator, ours) or getattr(collator, "processor", None) is not None:
             return
         evaluated = self._trainer.eval_dataset

@@ -65,9 +65,8 @@ def join_targets(batch: RaggedBatch) -> RaggedBatch:
         if name in batch.items or (name in batch.per_sequence and not is_behind):
             values[name] = batch[name]
             continue
-        tokens = (
-            torch.cat(batch[name].unbind()) if is_behind else batch[name][torch.from_numpy(batch.layout.token_index())]
-        )
+        index = torch.from_numpy(batch.layout.token_index())
+        tokens = torch.cat(batch[name].unbind()) if is_behind else batch[name][index]
         tokens = holding_ignored(tokens) if name == "labels" else tokens
         row = tokens.new_full((layout.size, *tokens.shape[1:]), fill_value(name, tokens.dtype))
         values[name] = row.index_copy(0, torch.from_numpy(there[is_behind]), tokens)

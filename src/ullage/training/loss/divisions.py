@@ -186,9 +186,7 @@ def division_of(trainer: transformers.Trainer, *, counted: bool, packed: bool = 
         return "sum"
     meanings = ", ".join(f"{word!r} ({meaning})" for word, meaning in DIVISIONS.items())
     if own is None:
-        hint = (
-            "give the samples labels, or RaggedCollator(labels_from='input_ids'); else set packing_loss on the Trainer"
-        )
+        hint = "give samples labels, or RaggedCollator(labels_from='input_ids'); else set packing_loss on the Trainer"
         raise InputError("the batches have no labels to count", expected=trainer.label_names, found="none", hint=hint)
     raise InputError(
         "packing must know how a loss of one's own is divided",
