@@ -87,8 +87,8 @@ def optimizer_groups(inventory: Inventory, *, needed_by: str | None = None, hint
             hint="the weights can be converted without the optimizer: --weights-only",
         )
     if needed_by is not None and not found:
-        what, without = f"{needed_by} has the groups of an optimizer", f"{inventory.format} without them"
-        raise CheckpointError(what, where=str(inventory.folder), found=without, hint=hint)
+        what = f"{needed_by} has the groups of an optimizer, and this one holds none"
+        raise CheckpointError(what, where=str(inventory.folder), found=f"{inventory.format} without them", hint=hint)
     return found
 
 
