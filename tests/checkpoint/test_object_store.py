@@ -47,3 +47,16 @@ def test_a_conversion_is_exact_while_requests_fail_and_what_is_not_permitted_or_
                 checkpoint.read(url, **options)
         system.rm_file(f"bucket/source/global_step7/{inventory.files[0].name}")
         assert [p.what for p in inventory.problems()] == ["a file changed"]
+
+
+def test_without_credentials_the_store_is_named_and_not_the_file(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": "/none",
+        "AWS_SHARED_CREDENTIALS_FILE": "/none",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match=r"^cannot read: Unable to locate credentials \(s3://bucket/none\)$"):
+        checkpoint.read("s3://bucket/none")

@@ -121,6 +121,9 @@ def as_checkpoint_error(path: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"cannot read: {error.strerror or error}", where=path) from error
     except Exception as error:  # the pickle machine raises anything at all for a damaged program
+        theirs = type(error).__module__ not in ("builtins", "pickle", "_pickle", "struct", "zlib")
+        if theirs and "://" in path:  # an object store's: no credentials, no bucket
+            raise CheckpointError(f"cannot read: {error}", where=path) from error
         raise CheckpointError(
             "truncated, corrupted, or not a file of torch.save",
             where=path,
