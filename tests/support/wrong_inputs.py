@@ -149,7 +149,7 @@ COMMANDS = {
     "convert base out --dtype fp16 --to safetensors": "'fp16' is not one of 'float32', 'bfloat16', 'float16'",
     "convert out base": "no such folder (out)",
     # Rows that say what they cannot mean
-    f"{_TRAIN} --data padded.jsonl": "a row holds padding (padded.jsonl, line 1): found attention_mask [1, 1, 0]",
+    f"{_TRAIN} --data padded.jsonl": "(padded.jsonl, line 1, column 'input_ids'): found attention_mask [1, 1, 0]",
     f"{_TRAIN} --data unlabelled.jsonl": "no sequence has a token to train on (unlabelled.jsonl): expected a label that counts, found none in 8",
     f"{_TRAIN} --data one_label.jsonl": "labels and tokens disagree (one_label.jsonl, sample 0): expected 3 labels, found 1",
     f"{_TRAIN} --data single.jsonl": "nothing can be learnt (single.jsonl): expected 2 tokens or more a sequence",

@@ -268,17 +268,19 @@ def _require_sequence(ids: Sequence[int], labels: Sequence[int] | None, index: i
         raise InputError("labels and tokens disagree", where=where, expected=f"{len(ids)} labels", found=found)
 
 
-def usable(values: Sequence[Any], labels: Sequence[Any] | None, place: Callable[[int], str]) -> list[Any]:
-    """The texts, or token ids with the labels beside them, without empty ones.
-
-    Raises ``InputError`` for a value that is neither, with its ``place`` by number.
-    """
+def usable(
+    values: Sequence[Any], labels: Sequence[Any] | None, masks: Sequence[Any] | None, place: Callable[[int], str]
+) -> list[Any]:
+    """The texts, or ids with their labels, without empty ones. Raises ``InputError`` for other values and padding."""
     ids = any(isinstance(value, list) for value in values[:1])
     kind, expected = (list, "a list of integers") if ids else (str, "a string")
     for row, value in enumerate(values):
         if not isinstance(value, kind) or (ids and not all(type(each) is int for each in value)):
             found = "nothing" if value is None else repr(value)[:60]
             raise InputError("a row cannot be used", where=place(row), expected=expected, found=found)
+        if ids and masks and 0 in (masks[row] or ()):
+            hint, found = "tokenize without padding, or cut it off", f"attention_mask {masks[row][:20]}"
+            raise InputError("a row holds padding", where=place(row), found=found, hint=hint)
     kept = [row for row, value in enumerate(values) if (value if ids else value.strip())]
     if labels is None or not ids:
         return [values[row] for row in kept]
@@ -296,14 +298,11 @@ def read_samples(
     table, where = load_rows(sources, config, split), ", ".join(sources)
     column = text_column(table, where, column)
     labels = table["labels"][:] if "labels" in table.column_names and column != "labels" else None
-    found = usable(table[column][:], labels, lambda row: f"{where}, {row_place(sources, row)}, column {column!r}")
+    masks = table["attention_mask"][:] if "attention_mask" in table.column_names else None
+    place = lambda row: f"{where}, {row_place(sources, row)}, column {column!r}"  # noqa: E731
+    found = usable(table[column][:], labels, masks, place)
     if not found:
         raise InputError("the dataset is empty", where=where, expected="a sample", found=f"{len(table):,} empty rows")
-    masks = table["attention_mask"] if column == "input_ids" and "attention_mask" in table.column_names else []
-    for row, mask in enumerate(masks):
-        if 0 in mask:
-            place, hint = f"{where}, {row_place(sources, row)}", "tokenize without padding, or cut it off"
-            raise InputError("a row holds padding", where=place, found=f"attention_mask {mask[:20]}", hint=hint)
     return found, table
 
 
@@ -323,7 +322,8 @@ def tokenize_stream(
     chosen = text_column(rows, "the stream", column)
 
     def sequences(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        samples = usable(batch[chosen], batch.get("labels"), lambda row: f"row {numbers[row]} of the stream")
+        place = lambda row: f"row {numbers[row]} of the stream"  # noqa: E731
+        samples = usable(batch[chosen], batch.get("labels"), batch.get("attention_mask"), place)
         found: list[dict[str, torch.Tensor]] = []
         if samples:
             made = tokenize(samples, tokenizer, max_length)

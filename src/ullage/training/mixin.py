@@ -149,8 +149,8 @@ class RaggedTrainerMixin(TrainerOfAnyRelease):
         self._rehearsal = Rehearsal(self, self._reader)
         self._loss_rule = LossRule(self, self._reader, self._packer)
         data = given_argument("train_dataset", type(self), RaggedTrainerMixin, args, kwargs)
-        if isinstance(data, dict):
-            hint, found = "datasets.Dataset.from_dict makes one of columns; of splits give one", listed([*data])
+        if isinstance(data, dict) and any(isinstance(column, list) for column in data.values()):
+            hint, found = "datasets.Dataset.from_dict makes one of columns", listed([*data])
             raise InputError("a dict is no data set", where="train_dataset", found=found, hint=hint)
         arguments = given_argument("args", type(self), RaggedTrainerMixin, args, kwargs)
         if isinstance(arguments, transformers.TrainingArguments):

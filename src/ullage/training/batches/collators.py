@@ -302,7 +302,7 @@ def _without_mask(sample: dict[str, Any], i: int) -> dict[str, Any]:
             found=f"a list of {len(given)}",
             hint="DataCollatorForMultipleChoice pads questions with several choices, without packing_capacity",
         )
-    mask, ids = np.asarray(given) != 0, sample.get("input_ids")
+    mask, ids = np.asarray(given) != 0, sample.get("input_ids", 0)
     if hasattr(ids, "__len__") and len(ids) != len(mask):
         where, expected = f"sample {i}", f"{len(ids)} entries, one a token"
         raise InputError("attention_mask and input_ids disagree", where=where, expected=expected, found=len(mask))
