@@ -1,4 +1,4 @@
-"""Every case of the tests' matrices, of which a run of the tests draws a third by its seed, and every long test.
+"""Every case of the tests' matrices, of which a run of the tests draws a part by its seed, and every long test.
 
 python benchmarks/campaigns/matrices.py               # all of them
 python benchmarks/campaigns/matrices.py -k resume     # options of pytest

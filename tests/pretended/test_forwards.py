@@ -18,6 +18,7 @@ from ullage.mixers.packed_model import way_of
 PARAMETERS = [pytest.param(name, family, id=name) for name, family in FAMILIES.items()]
 
 
+@pytest.mark.matrix(keep=0.5)
 @pytest.mark.parametrize(("name", "family"), PARAMETERS)
 def test_a_packed_row_is_the_cpus(name, family):
     found, expected = outcomes(name, family.kind)
@@ -31,6 +32,7 @@ def test_a_packed_row_is_the_cpus(name, family):
     assert [line for line in found.forward if "ullage/" in line and "attention/packed_call" not in line] == []
 
 
+@pytest.mark.matrix(keep=0.5)
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.waits])
 def test_no_layer_waits(name):
     shallow, _ = outcomes(name, FAMILIES[name].kind, times=1)
@@ -39,6 +41,7 @@ def test_no_layer_waits(name):
     assert (deep.forward, deep.backward, deep.copies) == (shallow.forward, shallow.backward, shallow.copies)
 
 
+@pytest.mark.matrix(keep=0.5)
 @pytest.mark.parametrize("how", [{"autocast": True}, {"dtype": torch.bfloat16}], ids=["autocast", "weights"])
 @pytest.mark.parametrize(("name", "family"), PARAMETERS)
 def test_every_kernel_gets_bfloat16(name, family, how):

@@ -1,7 +1,7 @@
 """Matrices of cases: a seeded part of each in every run of the tests, the whole in ``make campaign NAME=matrices``.
 
 ``@pytest.mark.matrix`` on a parametrised test says that its cases are a matrix: each checks one claim on other values.
-Of every matrix a third is kept (``matrix(keep=0.5)``: half), drawn by the seed and the test's name. The seed is that of
+Of every matrix a quarter is kept (``matrix(keep=0.5)``: half), drawn by the seed and the test's name. The seed is that of
 ``--matrix-seed``, by default the commit's, so that one commit always runs the same cases and the next one others.
 """
 
@@ -25,7 +25,7 @@ def seed_of_commit(folder: Path) -> str:
 def part(items: list[Any], seed: str) -> tuple[list[Any], list[Any]]:
     """``items`` that run, in their order, and those that are left out.
 
-    Of 7 cases a third is ceil(7 / 3) = 3. Which three depends on the seed and on the name of the test alone, so every
+    Of 7 cases a quarter is ceil(7 / 4) = 2. Which two depends on the seed and on the name of the test alone, so every
     worker of one run draws the same.
     """
     matrices: dict[str, list[Any]] = defaultdict(list)
@@ -34,7 +34,7 @@ def part(items: list[Any], seed: str) -> tuple[list[Any], list[Any]]:
             matrices[item.nodeid.partition("[")[0]].append(item)
     out = set()
     for name, cases in matrices.items():
-        share = cases[0].get_closest_marker("matrix").kwargs.get("keep", 1 / 3)
+        share = cases[0].get_closest_marker("matrix").kwargs.get("keep", 1 / 4)
         keep = math.ceil(len(cases) * share)
         out |= set(random.Random(f"{seed} {name}").sample(cases, len(cases) - keep))
     return [item for item in items if item not in out], [item for item in items if item in out]
