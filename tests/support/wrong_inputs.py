@@ -152,6 +152,8 @@ COMMANDS = {
     f"{_TRAIN} --data padded.jsonl": "(padded.jsonl, line 1, column 'input_ids'): found attention_mask [1, 1, 0]",
     f"{_TRAIN} --data unlabelled.jsonl": "no sequence has a token to train on (unlabelled.jsonl): expected a label that counts, found none in 8",
     f"{_TRAIN} --data one_label.jsonl": "labels and tokens disagree (one_label.jsonl, sample 0): expected 3 labels, found 1",
+    f"{_TRAIN} --data texts.jsonl --eval_data one_label.jsonl": "labels and tokens disagree (one_label.jsonl, sample 0)",
+    f"{_TRAIN} --data texts.jsonl --eval_data ids.jsonl": "outside the vocabulary (ids.jsonl, sample ",
     f"{_TRAIN} --data single.jsonl": "nothing can be learnt (single.jsonl): expected 2 tokens or more a sequence",
     f"{_TRAIN} --data texts.jsonl --max_length 1": "nothing can be learnt (texts.jsonl)",
     f"{_TRAIN} --data blank.jsonl": "the dataset is empty (blank.jsonl): expected a sample, found 8 empty rows",

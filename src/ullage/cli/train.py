@@ -189,15 +189,17 @@ def datasets_of(data: DataArguments, model: Any, tokenizer: Any, parts: list[lis
     """The data sets to train and to evaluate on, the second ``None`` where there is nothing for it."""
     config = model.config.get_text_config()
     limit = min((n for n in (data.max_length, getattr(config, "max_position_embeddings", 0)) if n), default=None)
-    where = ", ".join(data.data or ()) or None
-    try:
-        sets: list[Any] = [tokenize(part, tokenizer, limit) if part else None for part in parts]
-    except InputError as error:
-        raise error.at(", ".join(filter(None, (where, error.where)))) from None
-    if sets[0] and sets[0].layout.lengths.max() < 2:
-        raise InputError("nothing can be learnt", where=where, expected="2 tokens or more a sequence", found="1 token")
-    for part, use in zip(sets, ("train on", "evaluate on"), strict=True):
-        if part is not None:
+    sets: list[Any] = [None, None]
+    for k, (use, names) in enumerate({"train on": data.data, "evaluate on": data.eval_data or data.data}.items()):
+        if parts[k]:
+            where = ", ".join(names or ()) or None
+            try:
+                sets[k] = part = tokenize(parts[k], tokenizer, limit)
+            except InputError as error:
+                raise error.at(", ".join(filter(None, (where, error.where)))) from None
+            if k == 0 and part.layout.lengths.max() < 2:
+                expected = "2 tokens or more a sequence"
+                raise InputError("nothing can be learnt", where=where, expected=expected, found="1 token")
             part.require_vocabulary(config.vocab_size, where)
             cut = f", {part.num_truncated:,} cut to {limit}" if part.num_truncated else ""
             lost = f", {part.num_dropped:,} without a label left out" if part.num_dropped else ""
